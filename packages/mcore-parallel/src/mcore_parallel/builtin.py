@@ -1,0 +1,1 @@
+"""Built-in plugins of mcore-parallel, registered through the same hooks as anybody's."""
