@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mcore_parallel.config import Section
 from pydantic import Field
+
+from mcore_parallel.config import Section
 
 
 class ModelConfig(Section):
     """Shape and choices of a transformer language model."""
 
-    model: str = Field("gpt", description="Model family, by its plugin name; it only fills defaults of the fields below.")
+    model: str = Field(
+        "gpt", description="Model family, by its plugin name; it only fills defaults of the fields below."
+    )
     num_layers: int = Field(12, ge=1, description="Transformer layers.")
     hidden_size: int = Field(768, ge=1, description="Width of the residual stream.")
     ffn_hidden_size: int | None = Field(
-        None, ge=1, description="Width of the MLP; default 4 x hidden, or 8/3 x hidden rounded down to 64 with --swiglu."
+        None,
+        ge=1,
+        description="Width of the MLP; default 4 x hidden, or 8/3 x hidden rounded down to 64 with --swiglu.",
     )
     num_attention_heads: int = Field(12, ge=1, description="Query heads.")
     group_query_attention: bool = Field(False, description="Share KV heads among query heads, see num-query-groups.")
     num_query_groups: int | None = Field(None, ge=1, description="KV heads; default as many as query heads.")
-    kv_channels: int | None = Field(None, ge=1, description="Size of a head; default hidden-size / num-attention-heads.")
+    kv_channels: int | None = Field(
+        None, ge=1, description="Size of a head; default hidden-size / num-attention-heads."
+    )
     max_position_embeddings: int | None = Field(
         None, ge=1, description="Longest sequence the model can take; default seq-length."
     )
@@ -36,7 +43,9 @@ class ModelConfig(Section):
     use_rope_scaling: bool = Field(False, description="Llama-3.1 scaling of rotary frequencies.")
     rope_scaling_factor: float = Field(8.0, ge=1, description="Factor of the Llama-3.1 scaling.")
     rope_scaling_low_freq_factor: float = Field(1.0, gt=0, description="Low-frequency bound of the Llama-3.1 scaling.")
-    rope_scaling_high_freq_factor: float = Field(4.0, gt=0, description="High-frequency bound of the Llama-3.1 scaling.")
+    rope_scaling_high_freq_factor: float = Field(
+        4.0, gt=0, description="High-frequency bound of the Llama-3.1 scaling."
+    )
     rope_scaling_original_max_position_embeddings: int = Field(
         8192, ge=1, description="Context length before the Llama-3.1 scaling."
     )
@@ -54,7 +63,9 @@ class ModelConfig(Section):
         0.02, gt=0, description="Std of initial weights; projections into the residual: / sqrt(2 x num-layers)."
     )
     transformer_impl: str = Field("local", description="Kernel set, by its plugin name (local: plain torch).")
-    bf16: bool = Field(False, description="bfloat16 parameters and activations, fp32 main gradients and master weights.")
+    bf16: bool = Field(
+        False, description="bfloat16 parameters and activations, fp32 main gradients and master weights."
+    )
     use_mcore_models: bool = Field(
         False, description="As in Megatron today: no effect, every model is mcore's. Prints one line."
     )
