@@ -1,0 +1,296 @@
+"""The proof that a plan is complete, ordered, matched and free of deadlock, before any process starts. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mcore_parallel.pipeline.actions import (
+    COMPUTE_KINDS,
+    SEND_KINDS,
+    Action,
+    Flow,
+    Kind,
+    Place,
+    Plan,
+    ScheduleError,
+    Step,
+)
+
+_GRADIENT_KINDS = frozenset({Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
+_DOWNSTREAM_KINDS = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the proof found.
+
+    ``peak_live``: per rank, the most chunk activations held at once (forwards done, backward still to come); at most
+    one in a forward-only plan. ``num_messages``: tensors that cross ranks in all.
+    """
+
+    peak_live: tuple[int, ...]
+    num_messages: int
+
+
+def verify(plan: Plan) -> Report:
+    """Prove ``plan`` and report its peak live activations.
+
+    Proven: every micro-batch passes every stage exactly once forward (and once backward); nothing runs before its
+    inputs are there; along every ordered pair of ranks the sends and receives carry the same messages in the same
+    order; and no deadlock when a step blocks until every peer has posted the other half of each of its messages
+    (NCCL's rendezvous). Sends that return at once (buffered) only ever block less, so they are covered as well.
+
+    Raises:
+        ScheduleError: with the rank, the position in its steps, the action and the reason.
+    """
+    if len(plan.steps) != plan.flow.num_ranks:
+        raise ScheduleError(
+            f"the plan has {len(plan.steps)} ranks, its flow {plan.flow.num_ranks}", rank=0, position=0, action=None
+        )
+    streams: dict[tuple[int, int, bool], Stream] = {}
+    ranks = [_RankCheck(plan, rank, _routes(plan.flow, rank, streams)) for rank in range(plan.flow.num_ranks)]
+    for rank in ranks:
+        rank.run()
+    for stream in streams.values():
+        if stream.is_send:
+            _match(stream, stream.counterpart)
+    _Progress(plan, [rank.routes for rank in ranks]).play()
+    messages = sum(len(stream.tags) for stream in streams.values() if stream.is_send)
+    return Report(tuple(rank.peak_live for rank in ranks), messages)
+
+
+@dataclass(eq=False)
+class Stream:
+    """All sends (or all receives) of one rank to (from) one peer, in order. ``tags`` name the payloads."""
+
+    rank: int
+    peer: int
+    is_send: bool
+    all_streams: dict[tuple[int, int, bool], Stream] = field(repr=False)
+    tags: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
+    posted: int = 0
+
+    @cached_property
+    def counterpart(self) -> Stream:
+        """The peer's receives for these sends, or the reverse."""
+        return _stream(self.all_streams, self.peer, self.rank, not self.is_send)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which stream an action joins, and ``tag + micro_batch``, the number of its payload, equal on both sides."""
+
+    stream: Stream
+    tag: int
+
+
+Routes = dict[Kind, list[Route | None]]
+
+
+def _stream(streams: dict[tuple[int, int, bool], Stream], rank: int, peer: int, is_send: bool) -> Stream:
+    if (rank, peer, is_send) not in streams:
+        streams[rank, peer, is_send] = Stream(rank, peer, is_send, streams)
+    return streams[rank, peer, is_send]
+
+
+def _routes(flow: Flow, rank: int, streams: dict[tuple[int, int, bool], Stream]) -> Routes:
+    """By kind and chunk, the route of each communication action that ``rank`` may do."""
+    routes: Routes = {kind: [None] * flow.num_chunks for kind in Kind if kind not in COMPUTE_KINDS}
+    for kind, by_chunk in routes.items():
+        for chunk in range(flow.num_chunks):
+            peer = flow.downstream(rank, chunk) if kind in _DOWNSTREAM_KINDS else flow.upstream(rank, chunk)
+            if peer is None or peer.rank == rank:
+                continue
+            maker = Place(rank, chunk) if kind in SEND_KINDS else peer
+            payload = 2 * flow.stages[maker] + (kind in _GRADIENT_KINDS)
+            by_chunk[chunk] = Route(_stream(streams, rank, peer.rank, kind in SEND_KINDS), payload << 32)
+    return routes
+
+
+Needs = dict[tuple[Kind, int], tuple[tuple[Kind, int], ...]]
+
+
+def _needs(flow: Flow, rank: int, chunk: int, *, backward: bool) -> Needs:
+    """The legal actions of one chunk as ``(kind, chunk)``, each with those that must come before it on its rank."""
+    upstream, downstream = flow.upstream(rank, chunk), flow.downstream(rank, chunk)
+    arrives = upstream is not None and upstream.rank != rank
+    leaves = downstream is not None and downstream.rank != rank
+    forward: list[tuple[Kind, int]] = []
+    needs: Needs = {}
+    if arrives:
+        needs[Kind.RECV_FORWARD, chunk] = ()
+        forward.append((Kind.RECV_FORWARD, chunk))
+    elif upstream is not None:
+        forward.append((Kind.FORWARD, upstream.chunk))
+    needs[Kind.FORWARD, chunk] = tuple(forward)
+    if leaves:
+        needs[Kind.SEND_FORWARD, chunk] = ((Kind.FORWARD, chunk),)
+    if not backward:
+        return needs
+    before = [(Kind.FORWARD, chunk)]
+    if leaves:
+        needs[Kind.RECV_BACKWARD, chunk] = ((Kind.SEND_FORWARD, chunk),)
+        before.append((Kind.RECV_BACKWARD, chunk))
+    elif downstream is not None:
+        before.append((Kind.BACKWARD, downstream.chunk))
+    needs[Kind.BACKWARD, chunk] = tuple(before)
+    if arrives:
+        needs[Kind.SEND_BACKWARD, chunk] = ((Kind.BACKWARD, chunk),)
+    return needs
+
+
+@dataclass
+class _RankCheck:
+    """The checks that one rank's steps alone allow: complete, once each, in order. Fills the streams."""
+
+    plan: Plan
+    rank: int
+    routes: Routes
+    peak_live: int = 0
+
+    def run(self) -> None:
+        needs: Needs = {}
+        for chunk in range(self.plan.flow.num_chunks):
+            needs |= _needs(self.plan.flow, self.rank, chunk, backward=self.plan.backward)
+        done: dict[Action, int] = {}
+        live = 0
+        for position, step in enumerate(self.plan.steps[self.rank]):
+            actions = step.actions
+            if len(actions) != 1:
+                self._check_group(position, step)
+            for action in actions:
+                self._check_action(position, action, needs, done)
+            for action in actions:
+                done[action] = position
+                if action.kind is Kind.FORWARD:
+                    live += 1
+                    self.peak_live = max(self.peak_live, live)
+                    live -= not self.plan.backward
+                elif action.kind is Kind.BACKWARD:
+                    live -= 1
+                else:
+                    self._join_stream(position, action)
+        self._check_complete(needs, done)
+
+    def _join_stream(self, position: int, action: Action) -> None:
+        route = self.routes[action.kind][action.chunk]
+        assert route is not None, "only legal actions are routed"
+        route.stream.tags.append(route.tag + action.micro_batch)
+        route.stream.positions.append(position)
+        route.stream.actions.append(action)
+
+    def _fail(self, reason: str, position: int, action: Action | None) -> ScheduleError:
+        return ScheduleError(reason, rank=self.rank, position=position, action=action)
+
+    def _check_group(self, position: int, step: Step) -> None:
+        compute = next((action for action in step.actions if action.kind in COMPUTE_KINDS), None)
+        if compute is not None or not step.actions:
+            reason = f"a step is one compute action or a group of communication, got [{step}]"
+            raise self._fail(reason, position, compute)
+        twice = next((action for action in step.actions if step.actions.count(action) > 1), None)
+        if twice is not None:
+            raise self._fail("is done twice in one step", position, twice)
+
+    def _check_action(self, position: int, action: Action, needs: Needs, done: dict[Action, int]) -> None:
+        kind, micro_batch, chunk = action
+        needed = needs.get((kind, chunk))
+        if needed is None:
+            raise self._fail(self._why_foreign(action), position, action)
+        if not 0 <= micro_batch < self.plan.num_micro_batches:
+            raise self._fail(f"there are {self.plan.num_micro_batches} micro-batches, from 0", position, action)
+        if action in done:
+            raise self._fail(f"is done twice, first at position {done[action]}", position, action)
+        for earlier, earlier_chunk in needed:
+            if (earlier, micro_batch, earlier_chunk) not in done:  # an Action equals the plain tuple
+                missing = Action(earlier, micro_batch, earlier_chunk)
+                raise self._fail(f"comes before {missing}, which it needs", position, action)
+
+    def _why_foreign(self, action: Action) -> str:
+        if not 0 <= action.chunk < self.plan.flow.num_chunks:
+            return f"rank {self.rank} has no chunk {action.chunk} (it has {self.plan.flow.num_chunks})"
+        if not self.plan.backward and (action.kind is Kind.BACKWARD or action.kind in _GRADIENT_KINDS):
+            return "this plan is forward only"
+        stage = self.plan.flow.stages[Place(self.rank, action.chunk)]
+        return f"stage {stage} of {self.plan.flow.num_stages} has no other rank to exchange this with"
+
+    def _check_complete(self, needs: Needs, done: dict[Action, int]) -> None:
+        if len(done) == len(needs) * self.plan.num_micro_batches:
+            return  # all were legal and different, so none is missing
+        missing = next(
+            action
+            for kind, chunk in needs
+            for micro_batch in range(self.plan.num_micro_batches)
+            if (action := Action(kind, micro_batch, chunk)) not in done
+        )
+        raise self._fail("is never done", len(self.plan.steps[self.rank]), missing)
+
+
+def _match(sends: Stream, receives: Stream) -> None:
+    """Check that the sends and receives along an ordered pair of ranks agree in order."""
+    if sends.tags == receives.tags:
+        return
+    same = min(len(sends.tags), len(receives.tags))
+    index = next((i for i in range(same) if sends.tags[i] != receives.tags[i]), same)
+    if index == same:
+        extra = max(sends, receives, key=lambda stream: len(stream.tags))
+        reason, at = f"has no counterpart on rank {extra.peer}", extra
+    else:
+        at = receives
+        reason = (
+            f"meets {sends.actions[index]} of rank {sends.rank} (its position {sends.positions[index]}): "
+            "messages between two ranks must be received in the order in which they are sent"
+        )
+    raise ScheduleError(reason, rank=at.rank, position=at.positions[index], action=at.actions[index])
+
+
+class _Progress:
+    """Plays the communication with blocking steps until all ranks are through; compute never blocks."""
+
+    def __init__(self, plan: Plan, routes: list[Routes]) -> None:
+        self.plan = plan
+        self.routes = routes
+        self.position = [0] * len(plan.steps)
+
+    def play(self) -> None:
+        """Raises ScheduleError if the ranks come to a halt before their ends."""
+        is_posted = [False] * len(self.plan.steps)
+        ready = deque(range(len(self.plan.steps)))
+        while ready:
+            rank = ready.popleft()
+            steps = self.plan.steps[rank]
+            while self.position[rank] < len(steps):
+                streams = self._streams(rank, steps[self.position[rank]])
+                if not is_posted[rank]:
+                    for stream in streams:
+                        stream.posted += 1
+                        ready.append(stream.peer)
+                is_posted[rank] = any(stream.counterpart.posted < stream.posted for stream in streams)
+                if is_posted[rank]:
+                    break
+                self.position[rank] += 1
+        if any(position < len(steps) for position, steps in zip(self.position, self.plan.steps, strict=True)):
+            raise self._deadlock()
+
+    def _streams(self, rank: int, step: Step) -> list[Stream]:
+        if step.actions[0].kind in COMPUTE_KINDS:
+            return []
+        routes = [self.routes[rank][kind][chunk] for kind, _, chunk in step.actions]
+        return [route.stream for route in routes if route is not None]
+
+    def _deadlock(self) -> ScheduleError:
+        waits = []
+        for rank, (position, steps) in enumerate(zip(self.position, self.plan.steps, strict=True)):
+            if position < len(steps):
+                streams = self._streams(rank, steps[position])
+                blocked = next(i for i, stream in enumerate(streams) if stream.counterpart.posted < stream.posted)
+                waits.append((rank, position, steps[position].actions[blocked], streams[blocked].peer))
+        shown = "; ".join(
+            f"rank {r} waits at position {p} in {action} for rank {peer}" for r, p, action, peer in waits[:4]
+        )
+        rank, position, action, _ = waits[0]
+        reason = f"deadlock: {shown}" + ("; ..." if len(waits) > 4 else "")
+        return ScheduleError(reason, rank=rank, position=position, action=action)

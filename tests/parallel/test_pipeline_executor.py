@@ -1,0 +1,284 @@
+"""The executor over real gloo ranks: gradients equal one process's, whatever the number of stages or micro-batches."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel.axis import Layout, build_layout, single_layout
+from mcore_parallel.mesh import build_mesh
+from mcore_parallel.pipeline import executor
+from mcore_parallel.pipeline.actions import Action, Flow, Kind, Place, looped_flow
+from mcore_parallel.pipeline.communication import with_communication
+from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
+from mcore_parallel.pipeline.schedules import one_f_one_b
+from mcore_parallel.pipeline.stage import stage_layers
+from mcore_parallel.pipeline.verify import verify
+from mcore_parallel.specs import ScheduleSpec
+from mcore_parallel.testing import run_ranks
+
+SPEC = ScheduleSpec("1f1b", plan=one_f_one_b.plan)
+NUM_LAYERS, WIDTH, ROWS = 8, 6, 3
+
+
+def build_layers() -> list[nn.Linear]:
+    generator = torch.Generator().manual_seed(1)
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(NUM_LAYERS)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.copy_(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) * 0.5)
+            layer.bias.copy_(torch.randn(WIDTH, generator=generator, dtype=torch.float64))
+    return layers
+
+
+def batch(micro_batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + micro_batch)
+    return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+@dataclass
+class LinearStage:
+    """Tanh layers of one rank by chunk; the last stage sums squares."""
+
+    flow: Flow
+    rank: int
+    layers: list[nn.Linear] = field(default_factory=build_layers)
+    dtype: torch.dtype = torch.float64
+    device: torch.device = torch.device("cpu")
+    calls: list[str] = field(default_factory=list)
+
+    def receive_shape(self) -> tuple[int, ...]:
+        return (ROWS, WIDTH)
+
+    def forward(self, micro_batch: int, chunk: int, received: Tensor | None) -> Tensor:
+        self.calls.append(f"F{micro_batch}")
+        stage = self.flow.stages[Place(self.rank, chunk)]
+        x = batch(micro_batch) if received is None else received
+        for index in stage_layers(NUM_LAYERS, self.flow.num_stages, stage):
+            x = torch.tanh(self.layers[index](x))
+        return (x**2).sum() if stage == self.flow.num_stages - 1 else x
+
+
+def reference(num_micro_batches: int) -> tuple[list[Tensor], list[float]]:
+    stage = LinearStage(looped_flow(1), 0)
+    losses = [stage.forward(i, 0, None) for i in range(num_micro_batches)]
+    torch.stack(losses).sum().backward()
+    return [grad for layer in stage.layers for grad in _grads(layer)], [float(loss.detach()) for loss in losses]
+
+
+def _grads(layer: nn.Linear) -> tuple[Tensor, Tensor]:
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    return layer.weight.grad, layer.bias.grad
+
+
+def pp_layout(rank: int, world_size: int) -> Layout:
+    return build_layout(build_mesh(world_size, pp=world_size), rank)
+
+
+def check_gradients(stage: LinearStage, num_micro_batches: int, losses: list[Tensor]) -> None:
+    expected, expected_losses = reference(num_micro_batches)
+    for chunk in range(stage.flow.num_chunks):
+        mine = stage.flow.stages[Place(stage.rank, chunk)]
+        for index in stage_layers(NUM_LAYERS, stage.flow.num_stages, mine):
+            for got, want in zip(_grads(stage.layers[index]), expected[2 * index : 2 * index + 2], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-14)
+    if stage.flow.places[-1].rank == stage.rank:
+        assert [float(loss) for loss in losses] == pytest.approx(expected_losses, rel=1e-13)
+    else:
+        assert losses == []
+
+
+def train_1f1b(rank: int, world_size: int, counts: tuple[int, ...]) -> None:
+    axis = pp_layout(rank, world_size).axis("pp")
+    for num_micro_batches in counts:
+        plan = compile_schedule(SPEC, num_stages=world_size, num_micro_batches=num_micro_batches)
+        stage = LinearStage(plan.flow, rank)
+        result = executor.run(plan.for_rank(rank), stage=stage, axis=axis)
+        check_gradients(stage, num_micro_batches, result.losses)
+        assert result.peak_live == verify(plan).peak_live[rank]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_1f1b_equals_one_process(world_size: int) -> None:
+    run_ranks(train_1f1b, world_size, (1, 2, 3, 5, 8))
+
+
+def test_one_stage_without_process_group() -> None:
+    axis = single_layout().axis("pp")
+    plan = compile_schedule(SPEC, num_stages=1, num_micro_batches=3)
+    stage = LinearStage(plan.flow, 0)
+    result = executor.run(plan.for_rank(0), stage=stage, axis=axis)
+    check_gradients(stage, 3, result.losses)
+
+
+def interleaved_by_hand(num_ranks: int, num_micro_batches: int, num_chunks: int) -> list[list[Action]]:
+    """All forwards chunk by chunk, then all backwards, last chunk first: legal where the flow visits chunks in turn."""
+    forwards = [Action(Kind.FORWARD, m, c) for c in range(num_chunks) for m in range(num_micro_batches)]
+    backwards = [Action(Kind.BACKWARD, m, c) for c in reversed(range(num_chunks)) for m in range(num_micro_batches)]
+    return [forwards + backwards for _ in range(num_ranks)]
+
+
+def v_flow(num_ranks: int) -> Flow:
+    there = [Place(rank, 0) for rank in range(num_ranks)]
+    return Flow((*there, *(Place(rank, 1) for rank in reversed(range(num_ranks)))))
+
+
+def train_chunks(rank: int, world_size: int) -> None:
+    axis = pp_layout(rank, world_size).axis("pp")
+    for flow in (looped_flow(world_size, 2), looped_flow(world_size, 4 // world_size * 2), v_flow(world_size)):
+        for num_micro_batches in (1, 3):
+            compute = interleaved_by_hand(world_size, num_micro_batches, flow.num_chunks)
+            plan = with_communication(compute, num_micro_batches=num_micro_batches, flow=flow)
+            report = verify(plan)
+            stage = LinearStage(flow, rank)
+            result = executor.run(plan.for_rank(rank), stage=stage, axis=axis)
+            check_gradients(stage, num_micro_batches, result.losses)
+            assert result.peak_live == report.peak_live[rank] == num_micro_batches * flow.num_chunks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_chunks_looped_and_folded(world_size: int) -> None:
+    """What later schedules need of the executor: several chunks a rank, and neighbours on one rank."""
+    run_ranks(train_chunks, world_size)
+
+
+def evaluate(rank: int, world_size: int) -> None:
+    axis = pp_layout(rank, world_size).axis("pp")
+    for num_micro_batches in (1, 2, 5, 9):
+        plan = compile_forward(SPEC, num_stages=world_size, num_micro_batches=num_micro_batches)
+        stage = LinearStage(plan.flow, rank)
+        result = executor.run_forward(plan.for_rank(rank), stage=stage, axis=axis)
+        assert all(layer.weight.grad is None for layer in stage.layers)
+        assert stage.calls == [f"F{i}" for i in range(num_micro_batches)]
+        expected = reference(num_micro_batches)[1] if axis.is_last else []
+        assert [float(loss) for loss in result.losses] == pytest.approx(expected, rel=1e-13)
+
+
+def test_evaluation_runs_forward_only() -> None:
+    run_ranks(evaluate, 4)
+
+
+def log_last_backward(rank: int, world_size: int) -> list[str]:
+    axis = pp_layout(rank, world_size).axis("pp")
+    plan = compile_schedule(SPEC, num_stages=world_size, num_micro_batches=3)
+    stage = LinearStage(plan.flow, rank)
+    mine = [layer for layer in stage.layers if layer is stage.layers[stage_layers(NUM_LAYERS, world_size, rank)[0]]]
+    mine[0].weight.register_post_accumulate_grad_hook(lambda _: stage.calls.append("B"))
+    executor.run(
+        plan.for_rank(rank), stage=stage, axis=axis, before_last_backward=lambda: stage.calls.append("last is next")
+    )
+    return stage.calls
+
+
+def test_hook_runs_right_before_the_last_backward() -> None:
+    for calls in run_ranks(log_last_backward, 2):
+        assert calls.count("B") == 3
+        assert calls[-2:] == ["last is next", "B"]
+        assert calls.count("last is next") == 1
+
+
+def count_traffic(rank: int, world_size: int) -> dict[tuple[str, str], int]:
+    layout = pp_layout(rank, world_size)
+    layout.recorder.enabled = True
+    plan = compile_schedule(SPEC, num_stages=world_size, num_micro_batches=5)
+    executor.run(plan.for_rank(rank), stage=LinearStage(plan.flow, rank), axis=layout.axis("pp"))
+    return layout.recorder.totals()
+
+
+def test_traffic_equals_closed_form() -> None:
+    """One activation down and one gradient up per micro-batch and boundary."""
+    boundary = 5 * ROWS * WIDTH * 8
+    totals = run_ranks(count_traffic, 4)
+    for rank, total in enumerate(totals):
+        boundaries = 1 if rank in (0, 3) else 2
+        assert total == {("pp", "send"): boundaries * boundary, ("pp", "recv"): boundaries * boundary}
+
+
+@dataclass
+class SavingNothing(LinearStage):
+    """Its last operation is an addition, so autograd keeps no output; remembers what it returned, weakly."""
+
+    returned: list[weakref.ref[Tensor]] = field(default_factory=list)
+    alive: list[int] = field(default_factory=list)
+
+    def forward(self, micro_batch: int, chunk: int, received: Tensor | None) -> Tensor:
+        self.alive.append(sum(ref() is not None for ref in self.returned))
+        out = super().forward(micro_batch, chunk, received)
+        if out.dim():
+            out = out + 1.0
+            self.returned.append(weakref.ref(out))
+        return out
+
+
+def test_outputs_are_not_held_for_backward() -> None:
+    """The graph is kept by its edge: an output that autograd did not save is gone at the next forward."""
+    flow = looped_flow(1, 2)
+    plan = with_communication(interleaved_by_hand(1, 4, 2), num_micro_batches=4, flow=flow)
+    verify(plan)
+    stage = SavingNothing(flow, 0)
+    executor.run(plan.for_rank(0), stage=stage, axis=single_layout().axis("pp"))
+    assert len(stage.returned) == 4
+    assert set(stage.alive) == {0}
+
+
+@dataclass
+class WrongShape(LinearStage):
+    """Returns a row too few."""
+
+    def forward(self, micro_batch: int, chunk: int, received: Tensor | None) -> Tensor:
+        return super().forward(micro_batch, chunk, received)[:-1]
+
+
+def test_a_stage_that_breaks_its_word_is_refused() -> None:
+    flow = looped_flow(1, 2)
+    plan = with_communication(interleaved_by_hand(1, 1, 2), num_micro_batches=1, flow=flow)
+    with pytest.raises(ValueError, match=r"F0: the stage returned \(2, 6\) of torch.float64 but announced \(3, 6\)"):
+        executor.run(plan.for_rank(0), stage=WrongShape(flow, 0), axis=single_layout().axis("pp"))
+
+
+@dataclass
+class VectorLoss(LinearStage):
+    """Forgets to sum."""
+
+    def forward(self, micro_batch: int, chunk: int, received: Tensor | None) -> Tensor:
+        return super().forward(micro_batch, chunk, received).expand(2)
+
+
+def test_a_loss_that_is_not_summed_is_refused() -> None:
+    plan = compile_schedule(SPEC, num_stages=1, num_micro_batches=1)
+    with pytest.raises(ValueError, match=r"0-d summed loss, got shape \(2,\)"):
+        executor.run(plan.for_rank(0), stage=VectorLoss(plan.flow, 0), axis=single_layout().axis("pp"))
+
+
+@dataclass
+class Deaf(LinearStage):
+    """Its second chunk ignores what it receives."""
+
+    def forward(self, micro_batch: int, chunk: int, received: Tensor | None) -> Tensor:
+        return super().forward(micro_batch, chunk, None if received is None else torch.ones_like(received))
+
+
+def test_an_output_that_ignores_its_input_is_refused() -> None:
+    flow = looped_flow(1, 2)
+    plan = with_communication(interleaved_by_hand(1, 1, 2), num_micro_batches=1, flow=flow)
+    with pytest.raises(ValueError, match="B0.1: the stage's output does not depend on the activation"):
+        executor.run(plan.for_rank(0), stage=Deaf(flow, 0), axis=single_layout().axis("pp"))
+
+
+def test_plans_are_run_for_what_they_are() -> None:
+    axis = single_layout().axis("pp")
+    train = compile_schedule(SPEC, num_stages=1, num_micro_batches=1)
+    forward = compile_forward(SPEC, num_stages=1, num_micro_batches=1)
+    other = compile_schedule(SPEC, num_stages=2, num_micro_batches=1)
+    stage = LinearStage(train.flow, 0)
+    with pytest.raises(ValueError, match="forward only"):
+        executor.run(forward.for_rank(0), stage=stage, axis=axis)
+    with pytest.raises(ValueError, match="trains"):
+        executor.run_forward(train.for_rank(0), stage=stage, axis=axis)
+    with pytest.raises(ValueError, match="plan is for rank 1 of 2, but axis 'pp' is rank 0 of 1"):
+        executor.run(other.for_rank(1), stage=stage, axis=axis)
