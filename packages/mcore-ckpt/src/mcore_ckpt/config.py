@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mcore_parallel.config import Section
 from pydantic import Field
+
+from mcore_parallel.config import Section
 
 
 class CheckpointConfig(Section):
@@ -11,10 +12,11 @@ class CheckpointConfig(Section):
 
     save: str | None = Field(None, description="Folder (or store URL) for checkpoints; default runs/NAME.")
     load: str | None = Field(None, description="Folder to resume from; loading nothing is an error.")
-    save_interval: int | None = Field(None, ge=1, description="Iterations between checkpoints; default only at the end.")
+    save_interval: int | None = Field(None, ge=1, description="Iterations between checkpoints; default: at the end.")
     ckpt_step: int | None = Field(None, ge=0, description="Load this iteration instead of the newest.")
     auto_resume: bool = Field(
-        False, description="Resume the newest checkpoint in --save if there is one, else start fresh; for requeued jobs."
+        False,
+        description="Resume the newest checkpoint in --save if there is one, else start fresh; for requeued jobs.",
     )
     overwrite: bool = Field(False, description="Start fresh although --save holds checkpoints; they are removed first.")
     finetune: bool = Field(False, description="Load weights only and start at iteration 0.")
