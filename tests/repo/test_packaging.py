@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def projects(root: Path) -> dict[str, tuple[Path, dict]]:
-    files = [*sorted((root / "packages").glob("*/pyproject.toml")), *sorted((root / "plugins").glob("*/pyproject.toml"))]
+    files = [path for folder in ("packages", "plugins") for path in sorted((root / folder).glob("*/pyproject.toml"))]
     loaded = {path.parent: tomllib.loads(path.read_text()) for path in files}
     return {data["project"]["name"]: (folder, data) for folder, data in loaded.items()}
 
