@@ -107,7 +107,7 @@ class _Rounds:
         target = (self._downstream if forward else self._upstream)[Place(rank, action.chunk)]
         if target is None:
             return
-        self._arrived[target.rank].add(action._replace(chunk=target.chunk))
+        self._arrived[target.rank].add(Action(action.kind, action.micro_batch, target.chunk))
         if target.rank == rank:
             return
         send, receive = (Kind.SEND_FORWARD, Kind.RECV_FORWARD) if forward else (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)

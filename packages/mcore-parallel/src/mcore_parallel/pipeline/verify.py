@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from mcore_parallel.pipeline.actions import (
     COMPUTE_KINDS,
@@ -56,7 +57,7 @@ def verify(plan: Plan) -> Report:
     for stream in streams.values():
         if stream.is_send:
             _match(stream, stream.counterpart)
-    _Progress(plan, [rank.routes for rank in ranks]).play()
+    _Progress(ranks).play()
     messages = sum(len(stream.tags) for stream in streams.values() if stream.is_send)
     return Report(tuple(rank.peak_live for rank in ranks), messages)
 
@@ -143,6 +144,14 @@ def _needs(flow: Flow, rank: int, chunk: int, *, backward: bool) -> Needs:
     return needs
 
 
+class _Group(NamedTuple):
+    """A step of communication: each action with the stream that it joins."""
+
+    position: int
+    actions: tuple[Action, ...]
+    streams: list[Stream]
+
+
 @dataclass
 class _RankCheck:
     """The checks that one rank's steps alone allow: complete, once each, in order. Fills the streams."""
@@ -150,6 +159,7 @@ class _RankCheck:
     plan: Plan
     rank: int
     routes: Routes
+    groups: list[_Group] = field(default_factory=list)
     peak_live: int = 0
 
     def run(self) -> None:
@@ -166,33 +176,34 @@ class _RankCheck:
                 self._check_action(position, action, needs, done)
             for action in actions:
                 done[action] = position
-                if action.kind is Kind.FORWARD:
-                    live += 1
-                    self.peak_live = max(self.peak_live, live)
-                    live -= not self.plan.backward
-                elif action.kind is Kind.BACKWARD:
-                    live -= 1
-                else:
-                    self._join_stream(position, action)
+            kind = actions[0].kind
+            if kind not in COMPUTE_KINDS:
+                self.groups.append(_Group(position, actions, [self._join_stream(position, a) for a in actions]))
+            elif kind is Kind.BACKWARD:
+                live -= 1
+            else:
+                self.peak_live = max(self.peak_live, live + 1)
+                live += self.plan.backward
         self._check_complete(needs, done)
 
-    def _join_stream(self, position: int, action: Action) -> None:
+    def _join_stream(self, position: int, action: Action) -> Stream:
         route = self.routes[action.kind][action.chunk]
         assert route is not None, "only legal actions are routed"
         route.stream.tags.append(route.tag + action.micro_batch)
         route.stream.positions.append(position)
         route.stream.actions.append(action)
+        return route.stream
 
     def _fail(self, reason: str, position: int, action: Action | None) -> ScheduleError:
         return ScheduleError(reason, rank=self.rank, position=position, action=action)
 
     def _check_group(self, position: int, step: Step) -> None:
-        compute = next((action for action in step.actions if action.kind in COMPUTE_KINDS), None)
-        if compute is not None or not step.actions:
+        compute = [action for action in step.actions if action.kind in COMPUTE_KINDS]
+        if compute or not step.actions:
             reason = f"a step is one compute action or a group of communication, got [{step}]"
-            raise self._fail(reason, position, compute)
-        twice = next((action for action in step.actions if step.actions.count(action) > 1), None)
-        if twice is not None:
+            raise self._fail(reason, position, compute[0] if compute else None)
+        if len(set(step.actions)) < len(step.actions):
+            twice = next(action for action in step.actions if step.actions.count(action) > 1)
             raise self._fail("is done twice in one step", position, twice)
 
     def _check_action(self, position: int, action: Action, needs: Needs, done: dict[Action, int]) -> None:
@@ -248,49 +259,44 @@ def _match(sends: Stream, receives: Stream) -> None:
 
 
 class _Progress:
-    """Plays the communication with blocking steps until all ranks are through; compute never blocks."""
+    """Plays the communication with blocking groups until all ranks are through; compute never blocks."""
 
-    def __init__(self, plan: Plan, routes: list[Routes]) -> None:
-        self.plan = plan
-        self.routes = routes
-        self.position = [0] * len(plan.steps)
+    def __init__(self, ranks: list[_RankCheck]) -> None:
+        self.ranks = ranks
+        self.next = [0] * len(ranks)
+        self.is_blocked = [False] * len(ranks)
 
     def play(self) -> None:
         """Raises ScheduleError if the ranks come to a halt before their ends."""
-        is_posted = [False] * len(self.plan.steps)
-        ready = deque(range(len(self.plan.steps)))
+        ready = deque(range(len(self.ranks)))
         while ready:
-            rank = ready.popleft()
-            steps = self.plan.steps[rank]
-            while self.position[rank] < len(steps):
-                streams = self._streams(rank, steps[self.position[rank]])
-                if not is_posted[rank]:
-                    for stream in streams:
-                        stream.posted += 1
-                        ready.append(stream.peer)
-                is_posted[rank] = any(stream.counterpart.posted < stream.posted for stream in streams)
-                if is_posted[rank]:
-                    break
-                self.position[rank] += 1
-        if any(position < len(steps) for position, steps in zip(self.position, self.plan.steps, strict=True)):
+            self._advance(ready.popleft(), ready)
+        if any(self.is_blocked):
             raise self._deadlock()
 
-    def _streams(self, rank: int, step: Step) -> list[Stream]:
-        if step.actions[0].kind in COMPUTE_KINDS:
-            return []
-        routes = [self.routes[rank][kind][chunk] for kind, _, chunk in step.actions]
-        return [route.stream for route in routes if route is not None]
+    def _advance(self, rank: int, ready: deque[int]) -> None:
+        groups = self.ranks[rank].groups
+        while self.next[rank] < len(groups):
+            streams = groups[self.next[rank]].streams
+            if not self.is_blocked[rank]:
+                for stream in streams:
+                    stream.posted += 1
+                    if self.is_blocked[stream.peer]:
+                        ready.append(stream.peer)
+            for stream in streams:
+                if stream.counterpart.posted < stream.posted:
+                    self.is_blocked[rank] = True
+                    return
+            self.is_blocked[rank] = False
+            self.next[rank] += 1
 
     def _deadlock(self) -> ScheduleError:
         waits = []
-        for rank, (position, steps) in enumerate(zip(self.position, self.plan.steps, strict=True)):
-            if position < len(steps):
-                streams = self._streams(rank, steps[position])
-                blocked = next(i for i, stream in enumerate(streams) if stream.counterpart.posted < stream.posted)
-                waits.append((rank, position, steps[position].actions[blocked], streams[blocked].peer))
-        shown = "; ".join(
-            f"rank {r} waits at position {p} in {action} for rank {peer}" for r, p, action, peer in waits[:4]
-        )
+        for rank in (rank for rank, blocked in enumerate(self.is_blocked) if blocked):
+            group = self.ranks[rank].groups[self.next[rank]]
+            at = next(i for i, stream in enumerate(group.streams) if stream.counterpart.posted < stream.posted)
+            waits.append((rank, group.position, group.actions[at], group.streams[at].peer))
+        shown = [f"rank {r} waits at position {p} in {action} for rank {peer}" for r, p, action, peer in waits[:4]]
         rank, position, action, _ = waits[0]
-        reason = f"deadlock: {shown}" + ("; ..." if len(waits) > 4 else "")
+        reason = f"deadlock: {'; '.join(shown)}" + ("; ..." if len(waits) > 4 else "")
         return ScheduleError(reason, rank=rank, position=position, action=action)
