@@ -268,9 +268,3 @@ class _Builder:
             dtype=environment.dtype,
             device=environment.device,
         )
-
-
-def logical_names(model: StageModel) -> list[str]:
-    """Global names of the logical arrays that ``model`` holds (boxes of), in the order of its parameters."""
-    placements = (placement_of(parameter) for parameter in model.parameters())
-    return list(dict.fromkeys(piece.name for placement in placements for piece in placement.pieces))

@@ -1,7 +1,7 @@
 """Causal attention on q, k, v: torch's fused kernels, or the plain formula when probabilities are dropped.
 
-Legend: ``s`` queries, ``t`` keys (``t >= s``; the queries are the last ``s`` positions), ``b`` micro-batch, ``n`` heads,
-``g`` KV heads, ``d`` head size.
+Legend: ``s`` queries, ``t`` keys (``t >= s``; the queries are the last ``s`` positions), ``b`` micro-batch,
+``n`` heads, ``g`` KV heads, ``d`` head size.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from mcore_parallel.placement import Init, place, replicated
 
 @dataclass(frozen=True)
 class Environment:
-    """Axis, kernels, hidden width ``h``, dtype and device of a stage; ``sequence_parallel`` only when tp is larger than 1."""
+    """Axis, kernels, hidden width ``h``, dtype and device of a stage; ``sequence_parallel`` only if tp exceeds 1."""
 
     tp: Axis
     kernels: KernelSet

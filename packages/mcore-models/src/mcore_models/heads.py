@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 
 def head_violations(*, num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
-    """Why ``num_heads`` query heads over ``num_kv_heads`` KV heads cannot be cut over ``tp`` ranks; empty when they can."""
+    """Why these query and KV heads cannot be cut over ``tp`` ranks, one text per rule; empty when they can."""
     where = f"{num_heads} query heads with {num_kv_heads} KV heads at tensor-model-parallel-size {tp}"
     found = []
     if num_heads % num_kv_heads:
-        found.append(
-            f"{where}: query heads must be a multiple of KV heads; set num-query-groups to a divisor of {num_heads}"
-        )
+        found.append(f"{where}: query heads must be a multiple of KV heads; change one")
     if num_heads % tp:
         found.append(f"{where}: tp must divide the query heads; legal sizes: {_legal_sizes(num_heads, num_kv_heads)}")
     elif num_kv_heads % tp and tp % num_kv_heads:

@@ -18,13 +18,13 @@ from mcore_models.rope import RopeTables
 
 
 class RMSNormKernel(Protocol):
-    """``x / rms(x) * weight`` over the last dim (arXiv:1910.07467); at least fp32 inside; result in the dtype of ``x``."""
+    """``x / rms(x) * weight`` over the last dim (arXiv:1910.07467); at least fp32 inside, result as ``x``."""
 
     def __call__(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
 
 
 class LayerNormKernel(Protocol):
-    """Layer normalisation over the last dim (arXiv:1607.06450); at least fp32 inside; result in the dtype of ``x``."""
+    """Layer normalisation over the last dim (arXiv:1607.06450); at least fp32 inside, result as ``x``."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor: ...
 
@@ -43,8 +43,11 @@ class RopeKernel(Protocol):
 
 
 class AttentionKernel(Protocol):
-    """Causal attention: q ``[s, b, n, d]``, k, v ``[t, b, g, d]`` -> ``[s, b, n * d]``. The queries are the last ``s`` of
-    ``t`` positions. ``keep`` ``[b, n, s, t]``: which probabilities survive dropout, None when none is dropped."""
+    """Causal attention: q ``[s, b, n, d]``, k, v ``[t, b, g, d]`` -> ``[s, b, n * d]``.
+
+    The queries are the last ``s`` of ``t`` positions. ``keep`` ``[b, n, s, t]``: which probabilities survive dropout,
+    None when none is dropped.
+    """
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None = None, dropout: float = 0.0

@@ -67,12 +67,12 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(fused: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[gate | up]`` ``[..., 2f]`` -> ``[..., f]`` (arXiv:2002.05202); saves its input alone."""
+    """``silu(gate) * up`` of ``[gate | up]`` ``[..., 2f]`` -> ``[..., f]`` (arXiv:2002.05202); saves only its input."""
     return cast(Tensor, _SwiGLU.apply(fused))
 
 
 def _rotate(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the channel pairs (i, i + r/2) of ``x`` ``[s, b, heads, d]`` into ``out``; channels from ``r`` on are copied."""
+    """Turn the channel pairs (i, i + r/2) of ``x`` ``[s, b, heads, d]`` into ``out``; copy channels from ``r`` on."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
@@ -116,8 +116,10 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 def split_and_rotate(qkv: Tensor, tables: RopeTables | None, heads: HeadSplit) -> tuple[Tensor, Tensor, Tensor]:
-    """``[q | k | v]`` ``[s, b, (n + 2g)d]`` -> q ``[s, b, n, d]``, k and v ``[s, b, g, d]``, q and k rotated by ``tables``
-    (not at all when None). ``n`` and ``g`` are this rank's heads (arXiv:2104.09864)."""
+    """``[q | k | v]`` ``[s, b, (n + 2g)d]`` -> q ``[s, b, n, d]``, k and v ``[s, b, g, d]`` (arXiv:2104.09864).
+
+    q and k are rotated by ``tables``, not at all when that is None. ``n`` and ``g`` are this rank's heads.
+    """
     if tables is None:
         source = qkv.view(*qkv.shape[:-1], -1, heads.head_size)
         q, k, v = source.split([heads.local_heads, heads.local_kv_heads, heads.local_kv_heads], dim=2)

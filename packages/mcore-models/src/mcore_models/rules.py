@@ -84,7 +84,7 @@ def _scaling_bounds(config: ModelConfig) -> Iterator[str]:
 
 def _qkv_bias(config: ModelConfig) -> Iterator[str]:
     if config.add_qkv_bias and config.has_linear_bias:
-        yield "add-qkv-bias has no effect where all linear layers have biases; add --disable-bias-linear or leave it out"
+        yield "add-qkv-bias has no effect where all linear layers have biases; add --disable-bias-linear or drop it"
 
 
 _RULES: tuple[Callable[[ModelConfig], Iterator[str]], ...] = (

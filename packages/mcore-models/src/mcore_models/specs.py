@@ -44,8 +44,11 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The part of the model one pipeline stage holds: layers ``first_layer : first_layer + num_layers`` (global numbers),
-    the embedding if ``is_first``, the final norm and the output layer if ``is_last``."""
+    """The part of the model one pipeline stage holds.
+
+    Layers ``first_layer : first_layer + num_layers`` (global numbers), the embedding if ``is_first``, the final norm
+    and the output layer if ``is_last``.
+    """
 
     first_layer: int
     num_layers: int

@@ -88,6 +88,12 @@ class StageModel(nn.Module):
         cut = self.environment.tp.size if self.environment.sequence_parallel else 1
         return seq_length // cut, micro_batch_size, self.environment.hidden
 
+    @property
+    def max_positions(self) -> int | None:
+        """Rows of the table of learned positions; None where positions have no such limit (or on later stages)."""
+        table = self.embedding.position_embeddings if self.embedding is not None else None
+        return table.shape[0] if table is not None else None
+
     def _positions(self, inputs: Tensor, cache: KVCache | None) -> Tensor:
         if self.embedding is not None:
             length = inputs.shape[1]
