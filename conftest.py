@@ -1,10 +1,15 @@
-"""Rules for the whole test suite: one thread per parallel worker, and GPU tests only where there is a GPU."""
+"""Rules for the whole test suite: one thread per parallel worker, no timed properties, GPU tests only on a GPU."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine's load than about the code.
+settings.register_profile("mcore", deadline=None, print_blob=True)
+settings.load_profile("mcore")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: a pool of threads in each would only make them wait for one another. This must happen

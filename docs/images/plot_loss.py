@@ -15,15 +15,16 @@ COLOURS = ("#2563eb", "#dc2626", "#059669", "#7c3aed")
 
 
 def read(path: Path, key: str) -> tuple[list[int], list[float]]:
-    """Iterations and values of ``key`` in one JSON object per line; lines without it are skipped.
+    """Iterations and values of ``key`` in the lines of kind ``step``; a step that was run again counts as it was last.
 
     Raises:
-        ValueError: no line has the key.
+        ValueError: no step has the key.
     """
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    points = [(int(line["iteration"]), float(line[key])) for line in lines if line.get(key) is not None]
+    steps = {line["iteration"]: line for line in lines if line.get("kind") == "step" and line.get(key) is not None}
+    points = [(int(iteration), float(steps[iteration][key])) for iteration in sorted(steps)]
     if not points:
-        raise ValueError(f"{path} has no line with both 'iteration' and {key!r}")
+        raise ValueError(f"{path} has no step with {key!r}")
     iterations, values = zip(*points, strict=True)
     return list(iterations), list(values)
 
