@@ -65,6 +65,20 @@ def expert_violations(where: str, text: str) -> list[str]:
     return [f"{where}:{i}: names an expert-parallel dim: {line.strip()}" for i, line in lines if word.search(line)]
 
 
+def shape_violations(where: str, tree: ast.Module) -> list[str]:
+    found = []
+    for layer in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        if not any(ast.unparse(base) in {"nn.Module", "Module"} for base in layer.bases):
+            continue
+        for node in layer.body:
+            if not isinstance(node, ast.FunctionDef) or node.name != "forward":
+                continue
+            text = f"{ast.get_docstring(layer)} {ast.get_docstring(node)}"
+            if not re.search(r"\[[a-z0-9.][^\]]*\]", text):
+                found.append(f"{where}:{node.lineno}: {layer.name}.forward gives no shape such as [s/tp, b, h]")
+    return found
+
+
 def test_files_are_short(sources) -> None:
     assert [v for source in sources for v in file_violations(source.where, source.text)] == []
 
@@ -79,6 +93,10 @@ def test_functions_take_few_parameters(shipped) -> None:
 
 def test_modules_hold_no_state_and_no_guards(shipped) -> None:
     assert [v for source in shipped for v in state_violations(source.where, source.tree)] == []
+
+
+def test_layers_document_their_shapes(shipped) -> None:
+    assert [v for source in shipped for v in shape_violations(source.where, source.tree)] == []
 
 
 def test_no_module_has_a_vague_name(sources) -> None:
@@ -119,5 +137,8 @@ def test_every_gate_sees_its_offence() -> None:
     assert state_violations("f", ast.parse("HAVE_TORCH = True"))
     assert state_violations("f", ast.parse("def f():\n    global x\n    x = 1"))
     assert not state_violations("f", ast.parse("SIZES = {'a': 1}\n__all__ = ['a']"))
+    layer = 'class A(nn.Module):\n    "{}"\n    def forward(self, x): ...'
+    assert shape_violations("f", ast.parse(layer.format("A layer.")))
+    assert not shape_violations("f", ast.parse(layer.format("[s, b, h] to [s/tp, b, h].")))
     assert expert_violations("f", 'axis("ep")')
     assert not expert_violations("f", "step, sep, deep")
