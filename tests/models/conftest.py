@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+
 from mcore_models.build import build_stage_model
 from mcore_models.config import ModelConfig
 from mcore_models.kernels import torch_kernels
 from mcore_models.specs import StageSpec
-
 from mcore_parallel.axis import single_layout
 
 

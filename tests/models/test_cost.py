@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
 from mcore_models.config import ModelConfig
 from mcore_models.cost import flops_per_token, matmul_parameters, parameter_count
 from mcore_models.logical import logical_shapes
 from mcore_models.zoo.gpt2 import GPT
 from mcore_models.zoo.llama import LLAMA
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 PUBLISHED = {
     "gpt2-small": 124_439_808,

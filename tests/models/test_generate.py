@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from mcore_models.generate import generate, nucleus
 from mcore_models.kv_cache import KVCache
 from mcore_models.specs import StageSpec
