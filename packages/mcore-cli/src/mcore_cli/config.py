@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from mcore_ckpt.config import CheckpointConfig
 from mcore_data.config import DataConfig
 from mcore_models.config import ModelConfig
 from mcore_parallel.config import OptimizerConfig, ParallelConfig, Section
-from pydantic import Field
 
 
 class TrainConfig(Section):
     """Batch sizes, length, evaluation, logging and exits of a run."""
 
-    name: str = Field("run", description="Name of the run; default save folder is runs/NAME.")
+    name: str = Field(
+        "run", pattern=r"^[^./\\][^/\\]*$", description="Name of the run; default save folder is runs/NAME."
+    )
     micro_batch_size: int = Field(1, ge=1, description="Samples per forward and backward on one data-parallel rank.")
     global_batch_size: int | None = Field(
         None, ge=1, description="Samples per step; default micro-batch-size x data-parallel size."
@@ -29,7 +34,7 @@ class TrainConfig(Section):
     )
     exit_interval: int | None = Field(None, ge=1, description="Save and leave at iterations divisible by this.")
     exit_duration_in_mins: float | None = Field(None, gt=0, description="Save and leave after this many minutes.")
-    device: str = Field("auto", description="auto (CUDA if there, else CPU), cpu or cuda.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute; auto: CUDA if there.")
     nproc_per_node: int | None = Field(
         None, ge=1, description="Start this many local ranks; default one, or those that torchrun or SLURM started."
     )

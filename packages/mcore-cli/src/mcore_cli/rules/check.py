@@ -1,0 +1,66 @@
+"""Every check of a run before any rank starts. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mcore_cli.config import RunConfig
+from mcore_cli.errors import UserError
+from mcore_cli.rules.batch import BATCH_RULES, LENGTH_RULES
+from mcore_cli.rules.checkpoint import checkpoint_rules
+from mcore_cli.rules.effect import EFFECT_RULES
+from mcore_cli.rules.engine import Context, Rule, violations
+from mcore_cli.rules.layout import LAYOUT_RULES
+from mcore_cli.rules.model import MODEL_RULES
+from mcore_cli.rules.names import NAME_RULES, known_names
+from mcore_cli.rules.schedule import SCHEDULE_RULES
+from mcore_data.datasets import check_data
+from mcore_models.rules import violations as model_violations
+from mcore_parallel.plugins import PluginManager
+
+Purpose = Literal["train", "verify", "eval"]
+
+
+def check(config: RunConfig, world_size: int, manager: PluginManager, purpose: Purpose = "train") -> None:
+    """Check a completed tree for what it is going to be used for.
+
+    Verifying uses tokens of its own, saves nothing and takes one step; evaluating has no batch rule of its own.
+
+    Raises:
+        UserError: everything that is wrong, one line each.
+    """
+    problems = find_problems(config, world_size, manager, purpose)
+    if problems:
+        raise UserError(*problems)
+
+
+def find_problems(config: RunConfig, world_size: int, manager: PluginManager, purpose: Purpose = "train") -> list[str]:
+    """What :func:`check` raises, as a list."""
+    context = Context(config, world_size, known_names(manager))
+    problems = [str(violation) for violation in violations(context, _rules(manager, purpose))]
+    if not problems:
+        # The model's own rules have the last word; those above say the same with the nearest legal values.
+        tp = config.parallel.tensor_model_parallel_size
+        problems += model_violations(config.model, tp=tp, seq_length=config.data.seq_length)
+    if purpose != "verify":
+        problems += _data_problems(config, manager, purpose)
+    return problems
+
+
+def _rules(manager: PluginManager, purpose: Purpose) -> tuple[Rule, ...]:
+    shared = (*NAME_RULES, *LAYOUT_RULES, *MODEL_RULES)
+    if purpose == "eval":
+        return shared
+    if purpose == "verify":
+        return (*shared, *BATCH_RULES)
+    return (*shared, *BATCH_RULES, *LENGTH_RULES, *SCHEDULE_RULES, *EFFECT_RULES, *checkpoint_rules(manager))
+
+
+def _data_problems(config: RunConfig, manager: PluginManager, purpose: Purpose) -> list[str]:
+    evaluates = purpose == "eval" or config.train.eval_interval is not None
+    splits = (int(purpose == "train"), int(evaluates), 0)
+    found = check_data(config.data, config.model.vocab_size, num_samples=splits, manager=manager)
+    # Unknown names were already reported, with the nearest known one.
+    return [
+        f"[data] {problem}" for problem in found if not problem.startswith(("unknown dataset", "unknown tokenizer"))
+    ]

@@ -1,0 +1,176 @@
+"""Rules of what is saved and loaded: they look at the folders, and change nothing. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.find import list_checkpoints, open_checkpoint
+from mcore_ckpt.manifest import CheckpointInfo
+from mcore_ckpt.stores import checkpoint_root, store_registry
+from mcore_cli.rules.engine import Context, Rule, Violation
+from mcore_parallel.plugins import PluginManager
+
+Locate = Callable[[str], Path]
+
+# Fields that decide the shapes of weights; the others may change between a checkpoint and the run that loads it.
+SHAPE_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_size",
+    "ffn_size",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "disable_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+)
+FLAG_OF = {"num_kv_heads": "num_query_groups", "head_size": "kv_channels", "ffn_size": "ffn_hidden_size"}
+
+
+def choices_agree(context: Context) -> Violation | None:
+    """Starting afresh, resuming the newest and loading a named place exclude each other."""
+    checkpoint = context.config.checkpoint
+    wanted = {
+        f"--load {checkpoint.load}": checkpoint.load is not None,
+        "--auto-resume": checkpoint.auto_resume,
+        "--overwrite": checkpoint.overwrite and (checkpoint.auto_resume or checkpoint.load == checkpoint.save),
+    }
+    given = [name for name, is_given in wanted.items() if is_given]
+    if len(given) < 2:
+        return None
+    return Violation(
+        "resume-choice",
+        " with ".join(given),
+        "one loads a named place, one the newest checkpoint in --save, one removes what is in --save",
+        "keep one of them",
+    )
+
+
+def schedule_source(context: Context) -> Violation | None:
+    """On resume, the schedule comes from the flags or from the checkpoint."""
+    optimizer = context.config.optimizer
+    if not (optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler):
+        return None
+    return Violation(
+        "schedule-source",
+        "--override-opt_param-scheduler with --use-checkpoint-opt_param-scheduler",
+        "the first takes the schedule from the flags, the second from the checkpoint",
+        "keep one of them",
+    )
+
+
+def save_is_free(locate: Locate, context: Context) -> Violation | None:
+    """A run does not start into a folder of checkpoints unless it is told what to do with them."""
+    checkpoint = context.config.checkpoint
+    if checkpoint.save is None:
+        return None
+    try:
+        found = list_checkpoints(locate(checkpoint.save))
+    except (ValueError, OSError) as error:
+        return Violation("save", f"--save {checkpoint.save}", str(error), "give another folder")
+    if not found or checkpoint.load is not None or checkpoint.auto_resume or checkpoint.overwrite:
+        return None
+    return Violation(
+        "save-in-use",
+        f"--save {checkpoint.save}",
+        f"it holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} (newest: iteration {found[-1].step})",
+        f"resume with --load {checkpoint.save} or --auto-resume, start over with --overwrite, or give another --save",
+    )
+
+
+def load_is_there(locate: Locate, context: Context) -> Violation | None:
+    """--load names a complete checkpoint: nothing there is an error, never a silent fresh start."""
+    checkpoint = context.config.checkpoint
+    if checkpoint.load is None:
+        return None
+    try:
+        _open(locate, context)
+    except (ValueError, OSError) as error:
+        step = "" if checkpoint.ckpt_step is None else f" --ckpt-step {checkpoint.ckpt_step}"
+        return Violation(
+            "load",
+            f"--load {checkpoint.load}{step}",
+            str(error),
+            "give a folder with checkpoints, or drop it to start fresh (--auto-resume is for requeued jobs: the newest "
+            "checkpoint in --save if there is one, else a fresh start)",
+        )
+    return None
+
+
+def optimizer_is_there(locate: Locate, context: Context) -> Violation | None:
+    """Resuming needs optimizer state, unless it is left out on purpose."""
+    checkpoint = context.config.checkpoint
+    info = _found(locate, context)
+    if info is None or checkpoint.finetune or checkpoint.no_load_optim:
+        return None
+    if info.state.get("optimizer", {}).get("saved", True):
+        return None
+    return Violation(
+        "load-optimizer",
+        f"--load {checkpoint.load}",
+        f"the checkpoint of iteration {info.step} was saved with --no-save-optim",
+        "add --no-load-optim, or --finetune to start at iteration 0",
+    )
+
+
+def shapes_agree(locate: Locate, context: Context) -> Violation | None:
+    """The model is that of the checkpoint."""
+    info = _found(locate, context)
+    if info is None:
+        return None
+    model = context.config.model
+    saved = _saved_model(info.state, type(model))
+    if saved is None:
+        return None
+    differing = [name for name in SHAPE_FIELDS if getattr(saved, name) != getattr(model, name)]
+    if not differing:
+        return None
+    flags = {name: "--" + FLAG_OF.get(name, name).replace("_", "-") for name in differing}
+    return Violation(
+        "load-shape",
+        ", ".join(f"{flags[name]} {getattr(model, name)}" for name in differing),
+        f"the checkpoint {info.path} has {', '.join(f'{flags[name]} {getattr(saved, name)}' for name in differing)}",
+        "use the values of the checkpoint",
+    )
+
+
+def _saved_model(state: Mapping[str, Any], section: type[Any]) -> Any:
+    try:
+        return section.model_validate(state["config"]["model"])
+    except (KeyError, ValueError):
+        return None  # written by something else than a run: loading compares every array's shape in any case
+
+
+def _found(locate: Locate, context: Context) -> CheckpointInfo | None:
+    """The checkpoint to load, None if there is none to load or :func:`load_is_there` complains about it."""
+    if context.config.checkpoint.load is None:
+        return None
+    try:
+        return _open(locate, context)
+    except (ValueError, OSError):
+        return None
+
+
+def _open(locate: Locate, context: Context) -> CheckpointInfo:
+    checkpoint = context.config.checkpoint
+    assert checkpoint.load is not None
+    return open_checkpoint(locate(checkpoint.load), checkpoint.ckpt_step)
+
+
+def checkpoint_rules(manager: PluginManager) -> tuple[Rule, ...]:
+    """The rules, with the stores that are registered."""
+    locate = partial(checkpoint_root, stores=store_registry(manager))
+    return (
+        Rule("resume-choice", choices_agree),
+        Rule("schedule-source", schedule_source),
+        Rule("save-in-use", partial(save_is_free, locate)),
+        Rule("load", partial(load_is_there, locate)),
+        Rule("load-optimizer", partial(optimizer_is_there, locate)),
+        Rule("load-shape", partial(shapes_agree, locate)),
+    )
