@@ -134,7 +134,7 @@ def _needs(flow: Flow, rank: int, chunk: int, *, backward: bool) -> Needs:
         return needs
     before = [(Kind.FORWARD, chunk)]
     if leaves:
-        needs[Kind.RECV_BACKWARD, chunk] = ((Kind.SEND_FORWARD, chunk),)
+        needs[Kind.RECV_BACKWARD, chunk] = ()
         before.append((Kind.RECV_BACKWARD, chunk))
     elif downstream is not None:
         before.append((Kind.BACKWARD, downstream.chunk))
