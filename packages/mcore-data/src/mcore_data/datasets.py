@@ -168,14 +168,14 @@ def check_gpt(config: DataConfig, *, vocab_size: int | None, num_samples: NumSam
             problems.append(str(error))
             continue
         problems += [problem for request in requests if (problem := empty_split(indexed, request)) is not None]
-        problems += _check_ids(indexed, vocab_size)
+        problems += _check_ids(indexed, vocab_size, _SCANNED_TOKENS // len(names))
     return list(dict.fromkeys(problems))
 
 
-def _check_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
+def _check_ids(indexed: IndexedDataset, vocab_size: int | None, scanned: int) -> list[str]:
     if indexed.dtype.kind == "f":
         return [f"{indexed.prefix} holds {indexed.dtype} values, not token ids; prepare it with a tokenizer"]
-    tokens = indexed.tokens(0, _SCANNED_TOKENS)
+    tokens = indexed.tokens(0, scanned)
     if vocab_size is None or not len(tokens):
         return []
     if int(tokens.max()) < vocab_size and int(tokens.min()) >= 0:

@@ -49,6 +49,7 @@ def _rebuild_error(path: Path, field: str, state: dict[str, Any]) -> IndexedData
     return IndexedDatasetError(path, field, **state)
 
 
+_BLOCK = 1 << 22
 _REMAKE = "the file is cut short or damaged: copy it again or prepare it again"
 
 
@@ -174,22 +175,27 @@ class IndexedDataset:
         self._check_pointers(path)
 
     def _check_pointers(self, path: Path) -> None:
-        expected = byte_offsets(self.sequence_lengths, self.dtype.itemsize)
-        wrong = np.flatnonzero(self.sequence_pointers != expected[:-1])
-        if wrong.size:
-            at = int(wrong[0])
-            raise IndexedDatasetError(
-                path,
-                f"byte offset of sequence {at}",
-                expected=int(expected[at]),
-                found=int(self.sequence_pointers[at]),
-                fix="offsets must be the running sum of the lengths; prepare the data again",
-            )
+        size = 0
+        # In blocks, so that a hundred million sequences do not need a gigabyte for a moment.
+        for start in range(0, len(self), _BLOCK):
+            stop = start + _BLOCK
+            offsets = byte_offsets(self.sequence_lengths[start:stop], self.dtype.itemsize) + size
+            wrong = np.flatnonzero(self.sequence_pointers[start:stop] != offsets[:-1])
+            if wrong.size:
+                at = int(wrong[0])
+                raise IndexedDatasetError(
+                    path,
+                    f"byte offset of sequence {start + at}",
+                    expected=int(offsets[at]),
+                    found=int(self.sequence_pointers[start + at]),
+                    fix="offsets must be the running sum of the lengths; prepare the data again",
+                )
+            size = int(offsets[-1])
         data = bin_path(self.prefix)
-        if data.stat().st_size != expected[-1]:
-            wanted = f"{expected[-1]} bytes, as {path.name} says"
+        if data.stat().st_size != size:
+            found = f"{data.stat().st_size} bytes"
             raise IndexedDatasetError(
-                data, "length", expected=wanted, found=f"{data.stat().st_size} bytes", fix=_REMAKE
+                data, "length", expected=f"{size} bytes, as {path.name} says", found=found, fix=_REMAKE
             )
 
     def __len__(self) -> int:

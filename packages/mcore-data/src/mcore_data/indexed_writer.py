@@ -147,9 +147,12 @@ class IndexedDatasetWriter:
         self._documents.frombytes((other.document_indices[1:] + np.int64(first)).astype(np.int64).tobytes())
         if self._modes is not None and other.sequence_modes is not None:
             self._modes.frombytes(other.sequence_modes.tobytes())
-        with open(bin_path(other.prefix), "rb") as source:
-            shutil.copyfileobj(source, self._bin.stream, 16 << 20)
+        self._copy_tokens(bin_path(other.prefix))
         self.num_tokens += other.num_tokens
+
+    def _copy_tokens(self, path: Path) -> None:
+        with open(path, "rb") as source:
+            shutil.copyfileobj(source, self._bin.stream, 16 << 20)
 
     def _append(self, length: int, mode: int) -> None:
         self._lengths.append(length)

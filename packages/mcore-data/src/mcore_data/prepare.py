@@ -79,7 +79,10 @@ class _Encoder:
         documents = read_documents(item, self.keys)
         tokens, lengths = {}, {}
         for key, texts in documents.texts.items():
-            tokens[key], lengths[key] = self._encode(texts)
+            try:
+                tokens[key], lengths[key] = self._encode(texts)
+            except ValueError as error:
+                raise ValueError(f"{item.place}: {error}") from None
         return _Encoded(tokens, lengths, item.source_bytes, documents.skipped_files, documents.blank_lines)
 
     def _encode(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:

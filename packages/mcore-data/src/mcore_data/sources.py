@@ -29,6 +29,11 @@ class JsonLines:
     lines: tuple[bytes, ...]
     source_bytes: int
 
+    @property
+    def place(self) -> str:
+        """File and lines, for messages."""
+        return f"{self.path}:{self.first_line}-{self.first_line + len(self.lines) - 1}"
+
 
 @dataclass(frozen=True)
 class TextFiles:
@@ -37,6 +42,11 @@ class TextFiles:
     paths: tuple[Path, ...]
     source_bytes: int
     listed: bool
+
+    @property
+    def place(self) -> str:
+        """First and last file, for messages."""
+        return f"{self.paths[0]} .. {self.paths[-1]}" if len(self.paths) > 1 else str(self.paths[0])
 
 
 WorkItem = JsonLines | TextFiles
