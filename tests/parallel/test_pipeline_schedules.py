@@ -182,6 +182,15 @@ def test_a_chunk_outside_the_flow_is_refused() -> None:
         with_communication([[Action(Kind.FORWARD, 0, 1)]], num_micro_batches=1, flow=looped_flow(1))
 
 
+def test_a_schedule_that_breaks_its_spec_is_refused() -> None:
+    one_rank = ScheduleSpec("short", plan=lambda num_stages, num_micro_batches: one_f_one_b.plan(1, num_micro_batches))
+    with pytest.raises(ScheduleError, match="the schedule plans 1 ranks, but there are 2"):
+        compile_schedule(one_rank, num_stages=2, num_micro_batches=1)
+    two_chunks = ScheduleSpec("promises two", plan=one_f_one_b.plan, num_chunks=2)
+    with pytest.raises(ScheduleError, match="waits for B0.1 of rank 0"):
+        compile_schedule(two_chunks, num_stages=2, num_micro_batches=1)
+
+
 def test_forward_plan_goes_chunk_by_chunk() -> None:
     assert [text(actions) for actions in forward_plan(1, 2, num_chunks=2)] == ["F0 F1 F0.1 F1.1"]
 

@@ -37,8 +37,8 @@ class Illegal(Exception):
 class Interpreter:
     """Runs a plan with real queues: a group blocks until the peers have posted the other half of each message.
 
-    With ``buffered``, sends return at once. Written without any of the verifier's bookkeeping: payloads travel, and an action takes what it needs from what
-    its rank holds.
+    With ``buffered``, sends return at once. Written without any of the verifier's bookkeeping: payloads travel, and an
+    action takes what it needs from what its rank holds.
     """
 
     def __init__(self, plan: Plan, order: list[int], *, buffered: bool = False) -> None:

@@ -34,6 +34,9 @@ def with_communication(
     if flow is None:
         chunks = 1 + max((action.chunk for actions in compute for action in actions), default=0)
         flow = looped_flow(len(compute), chunks)
+    if len(compute) != flow.num_ranks:
+        reason = f"the schedule plans {len(compute)} ranks, but there are {flow.num_ranks}"
+        raise ScheduleError(reason, rank=0, position=0, action=None)
     _check_compute_only(compute)
     rounds = _Rounds(compute, flow)
     while not rounds.finished:

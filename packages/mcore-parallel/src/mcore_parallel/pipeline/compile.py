@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_parallel.pipeline.actions import Plan, forward_plan
+from mcore_parallel.pipeline.actions import Plan, forward_plan, looped_flow
 from mcore_parallel.pipeline.communication import with_communication
 from mcore_parallel.pipeline.verify import verify
 from mcore_parallel.specs import ScheduleSpec
@@ -11,13 +11,15 @@ from mcore_parallel.specs import ScheduleSpec
 def compile_schedule(spec: ScheduleSpec, *, num_stages: int, num_micro_batches: int) -> Plan:
     """The proven plan of one training step: the schedule's actions with derived communication.
 
-    ``num_stages``: ranks along the pipeline axis.
+    ``num_stages``: ranks along the pipeline axis; each holds ``spec.num_chunks`` chunks, dealt round the ranks.
 
     Raises:
         ScheduleError: the schedule is wrong (rank, position, action and reason are named).
         ValueError: the schedule does not accept these numbers.
     """
-    plan = with_communication(spec.plan(num_stages, num_micro_batches), num_micro_batches=num_micro_batches)
+    compute = spec.plan(num_stages, num_micro_batches)
+    flow = looped_flow(num_stages, spec.num_chunks)
+    plan = with_communication(compute, num_micro_batches=num_micro_batches, flow=flow)
     verify(plan)
     return plan
 
@@ -33,6 +35,7 @@ def compile_forward(spec: ScheduleSpec, *, num_stages: int, num_micro_batches: i
             f"a pipeline needs stages and micro-batches, got {num_stages} stages and {num_micro_batches} micro-batches"
         )
     compute = forward_plan(num_stages, num_micro_batches, num_chunks=spec.num_chunks)
-    plan = with_communication(compute, num_micro_batches=num_micro_batches, backward=False)
+    flow = looped_flow(num_stages, spec.num_chunks)
+    plan = with_communication(compute, num_micro_batches=num_micro_batches, flow=flow, backward=False)
     verify(plan)
     return plan
