@@ -55,7 +55,11 @@ ITEM_SIZES: Mapping[str, int] = {
     "float32": 4,
     "float64": 8,
 }
-CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+
+def codecs() -> list[dict[str, Any]]:
+    """The chunk codecs of every array: little-endian values, then a CRC-32C of them."""
+    return [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
 def itemsize(dtype: str) -> int:
@@ -125,7 +129,7 @@ class ArraySpec:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.cell)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": FILL_VALUES[self.dtype],
-            "codecs": CODECS,
+            "codecs": codecs(),
             "attributes": {},
             "storage_transformers": [],
         }
@@ -140,7 +144,7 @@ def parse_spec(key: str, document: Mapping[str, Any]) -> ArraySpec:
     check_key(key)
     try:
         grid, encoding = document["chunk_grid"], document["chunk_key_encoding"]
-        readable = document["codecs"] == CODECS and grid["name"] == "regular"
+        readable = document["codecs"] == codecs() and grid["name"] == "regular"
         readable = readable and encoding == {"name": "default", "configuration": {"separator": "/"}}
         dtype = document["data_type"]
         shape, cell = tuple(document["shape"]), tuple(grid["configuration"]["chunk_shape"])

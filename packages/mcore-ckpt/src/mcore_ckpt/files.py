@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,14 +48,11 @@ def _sync_one(path: Path) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a small file: readers see the old content or the new, whole and durable, never between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_file(temporary, content)
-        sync([temporary])
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+    # Always the same name, so that a killed writer leaves at most one file, which the next one uses up.
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_file(temporary, content)
+    sync([temporary])
+    os.replace(temporary, path)
     sync([path.parent])
 
 
