@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_models.build import build_stage_model
+from mcore_models.build import build_stage_model, initialise_model
 from mcore_models.config import ModelConfig
 from mcore_models.kernels import torch_kernels
 from mcore_models.specs import StageSpec
@@ -33,10 +33,12 @@ def tiny_fields():
 def build():
     """``build(fields, **options)`` makes the whole model on this rank."""
 
-    def call(fields, *, kernels=None, dtype=torch.float64, **options):
+    def call(fields, *, kernels=None, dtype=torch.float64, seed=1234, **options):
         config = ModelConfig(**fields)
         stage = options.pop("stage", StageSpec(0, config.num_layers, True, True))
         kernels = kernels or torch_kernels()
-        return build_stage_model(config, layout=single_layout(), stage=stage, kernels=kernels, dtype=dtype, **options)
+        model = build_stage_model(config, layout=single_layout(), stage=stage, kernels=kernels, dtype=dtype, **options)
+        initialise_model(model, seed=seed)
+        return model
 
     return call

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mcore_models.build import build_stage_model
+from mcore_models.build import build_stage_model, initialise_model
 from mcore_models.config import ModelConfig
 from mcore_models.dropout import DropoutState
 from mcore_models.kernels import torch_kernels
@@ -45,7 +45,9 @@ def build(fields, layout, stage=None, **options):
     config = ModelConfig(**{"make_vocab_size_divisible_by": 8, "init_method_std": 0.2, **fields})
     stage = stage or StageSpec(0, config.num_layers, True, True)
     options = {"dtype": torch.float64, **options}
-    return build_stage_model(config, layout=layout, stage=stage, kernels=torch_kernels(), **options)
+    model = build_stage_model(config, layout=layout, stage=stage, kernels=torch_kernels(), **options)
+    initialise_model(model, seed=1234)
+    return model
 
 
 def step(model, *, with_dropout):

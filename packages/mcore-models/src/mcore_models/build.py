@@ -28,6 +28,7 @@ from mcore_models.vocabulary import VocabularySplit
 from mcore_parallel import rng
 from mcore_parallel.axis import Layout
 from mcore_parallel.embedding import VocabParallelEmbedding
+from mcore_parallel.flat_layout import padding_ranges
 from mcore_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.placement import Init, Placement, columns, place, placement_of, replicated, rows, shared
 
@@ -36,7 +37,7 @@ POSITION_EMBEDDING = "embedding.position_embeddings.weight"
 OUTPUT_WEIGHT = "output_layer.weight"
 
 
-def build_stage_model(  # noqa: PLR0913 - the seam to the composition root: every choice by name
+def build_stage_model(
     config: ModelConfig,
     *,
     layout: Layout,
@@ -44,17 +45,15 @@ def build_stage_model(  # noqa: PLR0913 - the seam to the composition root: ever
     kernels: KernelSet,
     sequence_parallel: bool = False,
     recompute: Recompute | None = None,
-    seed: int = 1234,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    vocab_size: int | None = None,
 ) -> StageModel:
-    """Build and initialise the modules of ``stage``. Initial values depend on ``seed`` and global names alone.
-
-    ``vocab_size``: true (unpadded) vocabulary; default ``config.vocab_size``.
+    """Build the modules of ``stage``, their parameters placed but empty: :func:`initialise_model` or a load fills them.
+    Padding rows are zero from the start.
 
     Raises:
-        ValueError: the configuration cannot be built at this tensor-parallel size; every reason is named.
+        ValueError: the vocabulary is not known, or the configuration cannot be built at this tensor-parallel size;
+            every reason is named.
     """
     tp = layout.axis("tp")
     found = violations(config, tp=tp.size)
@@ -68,18 +67,26 @@ def build_stage_model(  # noqa: PLR0913 - the seam to the composition root: ever
         dtype=dtype,
         device=device,
     )
-    model = _Builder(config, environment, stage, _vocabulary(config, environment, vocab_size)).model(recompute)
-    for parameter in model.parameters():
-        rng.initialise(parameter, placement_of(parameter), seed=seed)
+    if config.vocab_size is None:
+        raise ValueError("vocab-size is not known: give --vocab-size, or a tokenizer to take it from")
+    vocabulary = VocabularySplit(config.vocab_size, config.make_vocab_size_divisible_by, tp.size, tp.rank)
+    model = _Builder(config, environment, stage, vocabulary).model(recompute)
+    _clear_padding(model)
     return model
 
 
-def _vocabulary(config: ModelConfig, environment: Environment, vocab_size: int | None) -> VocabularySplit:
-    size = vocab_size if vocab_size is not None else config.vocab_size
-    if size is None:
-        raise ValueError("vocab-size is not known: give --vocab-size, or a tokenizer to take it from")
-    tp = environment.tp
-    return VocabularySplit(size, config.make_vocab_size_divisible_by, tp.size, tp.rank)
+def _clear_padding(model: nn.Module) -> None:
+    # Loads fill only what has a logical place, and a nan in a padding row would spread through products with zero.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for begin, end in padding_ranges(placement_of(parameter), tuple(parameter.shape)):
+                parameter.view(-1)[begin:end] = 0
+
+
+def initialise_model(model: nn.Module, *, seed: int) -> None:
+    """Give every parameter its initial value, which depends on ``seed``, global name and global index alone."""
+    for parameter in model.parameters():
+        rng.initialise(parameter, placement_of(parameter), seed=seed)
 
 
 @dataclass(frozen=True)
