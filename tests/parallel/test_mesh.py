@@ -135,7 +135,7 @@ def test_mistakes_are_named() -> None:
         mesh.groups("ep")
     with pytest.raises(ValueError, match=r"rank 8 is outside a world of 8"):
         mesh.coordinates(8)
-    with pytest.raises(ValueError, match=r"view \{'a': 3, 'b': 2\} has 6 ranks but dpxtp has 8"):
+    with pytest.raises(ValueError, match=r"view \{'a': 3, 'b': 2\} has 6 ranks.* dpxtp has 8"):
         mesh.view(("dp", "tp"), {"a": 3, "b": 2})
     with pytest.raises(ValueError, match="one distinct name per axis"):
         Mesh(("tp", "tp"), np.arange(4).reshape(2, 2))
