@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mcore_parallel import collectives as c
 from mcore_parallel.axis import Axis, build_layout, single_layout
 from mcore_parallel.mesh import build_mesh

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
+
 from mcore_parallel.axis import build_layout, single_layout
 from mcore_parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from mcore_parallel.embedding import VocabParallelEmbedding
@@ -12,7 +14,6 @@ from mcore_parallel.mesh import build_mesh
 from mcore_parallel.placement import Init, Placement, columns, replicated, rows
 from mcore_parallel.rng import initialise
 from mcore_parallel.testing import run_ranks
-from torch.nn import functional as F
 
 S, B, H, FFN, V = 8, 2, 6, 12, 11
 D64 = torch.float64

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mcore_parallel import rng
 from mcore_parallel.placement import Init, Placement, columns, replicated, rows
 
@@ -72,9 +73,7 @@ def test_zeros_and_ones():
 
 def _mask(samples, positions, channels, *, step=0, layer=0, site="mlp", p=0.3):
     keys = rng.site_keys(torch.tensor(samples), seed=9, step=step, layer=layer, site=site)
-    return rng.keep_mask(
-        keys, positions=torch.tensor(positions), channels=torch.tensor(channels), probability=p
-    )
+    return rng.keep_mask(keys, positions=torch.tensor(positions), channels=torch.tensor(channels), probability=p)
 
 
 def test_masks_of_any_split_are_slices_of_the_whole():

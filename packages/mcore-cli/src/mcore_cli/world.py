@@ -10,10 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from mcore_parallel.axis import Layout, build_layout
-from mcore_parallel.mesh import DEFAULT_ORDER, TP_PP_DP_ORDER, build_mesh
 
 from mcore_cli.config import RunConfig
+from mcore_parallel.axis import Layout, build_layout
+from mcore_parallel.mesh import DEFAULT_ORDER, TP_PP_DP_ORDER, build_mesh
 
 
 @dataclass(frozen=True)

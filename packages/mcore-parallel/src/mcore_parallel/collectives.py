@@ -68,7 +68,7 @@ def all_reduce(x: Tensor, axis: Axis, *, op: Reduction = "sum", async_op: bool =
 
 
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Work:
-    """Concatenate every rank's ``x`` ``[n, ...]`` along dim 0 into ``out`` ``[n * size, ...]`` (``x`` may be a slice of it)."""
+    """Gather every rank's ``x`` ``[n, ...]`` into ``out`` ``[n * size, ...]``; ``x`` may be a slice of ``out``."""
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x.view_as(out))
@@ -80,7 +80,7 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = Fals
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Work:
-    """Sum ``x`` ``[n * size, ...]`` over ``axis`` and keep this rank's ``[n, ...]`` in ``out`` (may be a slice of ``x``)."""
+    """Sum ``x`` ``[n * size, ...]`` over ``axis`` and keep this rank's ``[n, ...]`` in ``out``, maybe a slice of ``x``."""
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x.view_as(out))

@@ -24,7 +24,7 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 
 def _losses_and_probabilities(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Per-token losses ``[t]`` and softmax ``[t, v/tp]`` written over ``logits`` (fp32 or wider, may be overwritten)."""
+    """Per-token losses ``[t]`` and softmax ``[t, v/tp]`` written over ``logits`` (fp32 or wider)."""
     width = logits.shape[1]
     first = axis.rank * width
     own = max(0, min(width, vocab_size - first))

@@ -28,7 +28,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in the dtype of ``a``. CPUs without 16-bit units run half GEMMs 10-45x slower than fp32: go through fp32."""
+    """``a @ b`` in the dtype of ``a``; on CPUs through fp32, where 16-bit GEMMs can be 10-45x slower."""
     if a.device.type == "cpu" and a.dtype in _HALF:
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
@@ -37,7 +37,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def accumulate_weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """Add ``grad.T @ x`` to ``weight.main_grad`` and return None; without a main grad, return it for autograd.
 
-    ``grad`` ``[t, out]``, ``x`` ``[t, in]``. Does not call ``grad_ready``; the caller does when its micro-batch is done.
+    ``grad`` ``[t, out]``, ``x`` ``[t, in]``. The caller calls ``grad_ready`` when its micro-batch is done.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
@@ -121,7 +121,7 @@ def _parameter(shape: tuple[int, ...], placement: Placement, dtype: torch.dtype,
 
 
 class ColumnParallelLinear(nn.Module):
-    """Output features split over tp: ``[s, b, in]`` (``[s/tp, b, in]`` with sequence parallelism) -> ``[s, b, out/tp]``."""
+    """Output features split over tp: ``[s, b, in]`` (``[s/tp, b, in]`` sequence parallel) -> ``[s, b, out/tp]``."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Input features split over tp: ``[s, b, in/tp]`` -> ``[s, b, out]`` (``[s/tp, b, out]`` with sequence parallelism).
+    """Input features split over tp: ``[s, b, in/tp]`` -> ``[s, b, out]`` (``[s/tp, b, out]`` sequence parallel).
 
     The bias is added once, after the sum over tp.
     """

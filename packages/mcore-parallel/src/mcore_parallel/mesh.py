@@ -70,7 +70,7 @@ class Mesh:
         """
         if math.prod(into.values()) != self.size(*carved):
             raise ValueError(
-                f"view {dict(into)} has {math.prod(into.values())} ranks but {'x'.join(carved)} has {self.size(*carved)}"
+                f"view {dict(into)} has {math.prod(into.values())} ranks, {'x'.join(carved)} has {self.size(*carved)}"
             )
         along = sorted(self._index(name) for name in carved)
         others = [i for i in range(self.grid.ndim) if i not in along]

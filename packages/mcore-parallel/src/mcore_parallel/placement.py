@@ -16,7 +16,7 @@ DATA_AXES = ("dp", "cp")
 
 @dataclass(frozen=True)
 class Init:
-    """How a logical array starts: ``normal`` with ``std``, or ``zeros`` / ``ones``. A function of global indices only."""
+    """How a logical array starts: ``normal`` with ``std``, or ``zeros`` / ``ones``; a function of global indices."""
 
     kind: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """The pieces of one local parameter, and the axes over which the whole parameter is replicated for data parallelism.
+    """The pieces of one local parameter, and the axes that replicate it whole for data parallelism.
 
     ``decay``: whether weight decay applies (biases, norms and other vectors have none).
     """
@@ -78,9 +78,7 @@ def replicated(
     copied_over: tuple[str, ...] = (),
 ) -> Placement:
     """Every rank holds all of ``shape``; vectors get no weight decay."""
-    piece = Piece(
-        name, shape, (0,) * len(shape), shape, init=init, partial_over=partial_over, copied_over=copied_over
-    )
+    piece = Piece(name, shape, (0,) * len(shape), shape, init=init, partial_over=partial_over, copied_over=copied_over)
     return Placement((piece,), decay=len(shape) > 1)
 
 

@@ -53,7 +53,7 @@ def normal(bits_key: int, index: Tensor) -> Tensor:
 
 
 def box_values(piece: Piece, *, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """The initial values of a piece's box as float64 ``piece.shape``: a function of seed, name and global index alone."""
+    """Initial values of a piece's box, float64 ``piece.shape``: a function of seed, name and global index alone."""
     return _normal_box(piece, seed=seed, device=device) if piece.init.kind == "normal" else _constant_box(piece, device)
 
 
@@ -102,7 +102,7 @@ def site_keys(samples: Tensor, *, seed: int, step: int, layer: int, site: str) -
 def keep_mask(keys: Tensor, *, positions: Tensor, channels: Tensor, probability: float) -> Tensor:
     """Which elements survive dropout: bool ``[s, b, c]``.
 
-    ``keys`` ``[b]`` from :func:`site_keys`; ``positions`` ``[s]`` global positions; ``channels`` ``[c]`` global channels;
+    ``keys`` ``[b]`` from :func:`site_keys`; ``positions`` ``[s]`` and ``channels`` ``[c]`` are global;
     ``probability`` that an element is dropped.
     """
     rows = mix(keys.view(1, -1) + positions.view(-1, 1))
@@ -114,4 +114,3 @@ def keep_mask(keys: Tensor, *, positions: Tensor, channels: Tensor, probability:
 def dropout(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     """``x`` where ``mask``, scaled by ``1 / (1 - probability)``; the mask decides, so recomputation is exact."""
     return x * (mask.to(x.dtype) / (1.0 - probability))
-

@@ -68,7 +68,9 @@ def compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[Compa
         AssertionError: the two sides do not hold the same names.
     """
     if got.keys() != want.keys():
-        raise AssertionError(f"arrays differ: only here {got.keys() - want.keys()}, only there {want.keys() - got.keys()}")
+        raise AssertionError(
+            f"arrays differ: only here {got.keys() - want.keys()}, only there {want.keys() - got.keys()}"
+        )
     largest = max((_peak(array) for array in want.values()), default=0.0)
     errors = [Comparison(name, _error(got[name], want[name], largest)) for name in want]
     return sorted(errors, key=lambda c: c.error, reverse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import os
 import pickle
 import sys
@@ -85,6 +86,8 @@ class RankPool:
         self._owner = os.getpid()
 
     def _ensure(self, count: int) -> None:
+        # torch.optim and checkpointing import this at first use, for seconds: once here, not once in each fork.
+        importlib.import_module("torch._dynamo")
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -148,13 +151,23 @@ def _is_peer_error(text: str) -> bool:
     return any(word in last for word in _PEER_WORDS)
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 60.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 60.0, fresh: bool = False
+) -> list[Any]:
     """Run the top-level function ``fn(rank, world_size, *args)`` on real gloo ranks; returns results by rank.
+
+    ``fresh``: in processes of its own, for jobs that change what later jobs would see.
 
     Raises:
         RankFailure: a rank raised (its traceback is shown), died, or the job took longer than ``limit`` seconds.
     """
-    return _pool().run(fn, world_size, args, limit)
+    if not fresh:
+        return _pool().run(fn, world_size, args, limit)
+    pool = RankPool(world_size)
+    try:
+        return pool.run(fn, world_size, args, limit)
+    finally:
+        pool.close()
 
 
 def _pool() -> RankPool:

@@ -1,0 +1,169 @@
+"""The composition root: from the tree of configuration to a model stage, its optimizer, its plan and its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mcore_cli.config import RunConfig
+from mcore_data.loader import GlobalBatchLoader
+from mcore_data.sampler import num_micro_batches
+from mcore_data.specs import Tokenizer
+from mcore_data.tokenizers.build import build_tokenizer
+from mcore_models.build import build_stage_model, initialise_model
+from mcore_models.specs import Recompute, StageSpec
+from mcore_models.stage_model import StageModel
+from mcore_parallel.axis import Layout
+from mcore_parallel.optim.optimizer import ShardedOptimizer, build_optimizer
+from mcore_parallel.pipeline.actions import RankPlan
+from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
+from mcore_parallel.pipeline.stage import stage_layers
+from mcore_parallel.plugins import PluginManager, Registry
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one rank trains with, plans proven. ``eval_plan`` runs a global batch forward only."""
+
+    config: RunConfig
+    layout: Layout
+    device: torch.device
+    model: StageModel
+    optimizer: ShardedOptimizer
+    train_plan: RankPlan
+    eval_plan: RankPlan
+
+    @property
+    def dropout(self) -> bool:
+        """Whether anything is dropped in training."""
+        return self.config.model.hidden_dropout > 0 or self.config.model.attention_dropout > 0
+
+
+def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """``config`` with the vocabulary size filled in from the tokenizer, if it was not given."""
+    if config.model.vocab_size is not None:
+        return config
+    model = config.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
+    return config.model_copy(update={"model": model})
+
+
+def global_batch_size(config: RunConfig, data_parallel_size: int) -> int:
+    """Samples per step: as given, or one micro-batch per data-parallel rank."""
+    train = config.train
+    return train.global_batch_size or train.micro_batch_size * data_parallel_size
+
+
+def train_iterations(config: RunConfig, data_parallel_size: int) -> int:
+    """Steps of the whole run.
+
+    Raises:
+        ValueError: neither iterations nor samples are given, or the samples are fewer than one global batch.
+    """
+    train, batch = config.train, global_batch_size(config, data_parallel_size)
+    if train.train_iters is not None:
+        return train.train_iters
+    if train.train_samples is None or train.train_samples < batch:
+        raise ValueError(f"--train-samples {train.train_samples} is less than one global batch of {batch}")
+    return train.train_samples // batch
+
+
+def stage_of(config: RunConfig, layout: Layout) -> StageSpec:
+    """The layers of this rank's stage."""
+    pp = layout.axis("pp")
+    layers = stage_layers(config.model.num_layers, pp.size, pp.rank)
+    return StageSpec(layers.start, len(layers), pp.is_first, pp.is_last)
+
+
+def build_model(
+    config: RunConfig, layout: Layout, *, manager: PluginManager, device: torch.device, dtype: torch.dtype | None = None
+) -> StageModel:
+    """This rank's stage, initialised from the seed; ``dtype`` default bf16 or fp32 as the configuration says."""
+    parallel, default = config.parallel, torch.bfloat16 if config.model.bf16 else torch.float32
+    kernels = Registry("transformer implementation", manager.collect("mcore_kernels"))[config.model.transformer_impl]
+    recompute = None
+    if parallel.recompute_granularity is not None:
+        assert parallel.recompute_method is not None, "a rule: recomputation needs its method"
+        recompute = Recompute(parallel.recompute_method, parallel.recompute_num_layers or 1)
+    model = build_stage_model(
+        config.model,
+        layout=layout,
+        stage=stage_of(config, layout),
+        kernels=kernels.build(),
+        sequence_parallel=parallel.sequence_parallel,
+        recompute=recompute,
+        dtype=dtype or default,
+        device=device,
+    )
+    initialise_model(model, seed=config.train.seed)
+    return model
+
+
+def build_parts(
+    config: RunConfig, layout: Layout, *, manager: PluginManager, device: torch.device, dtype: torch.dtype | None = None
+) -> Parts:
+    """Everything that a training step of this rank needs but its data."""
+    model = build_model(config, layout, manager=manager, device=device, dtype=dtype)
+    optimizer = build_optimizer(
+        model.parameters(),
+        layout,
+        spec=Registry("optimizer", manager.collect("mcore_optimizers"))[config.optimizer.optimizer],
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+    )
+    train_plan, eval_plan = build_plans(config, layout, manager=manager)
+    return Parts(config, layout, device, model, optimizer, train_plan, eval_plan)
+
+
+def build_plans(config: RunConfig, layout: Layout, *, manager: PluginManager) -> tuple[RankPlan, RankPlan]:
+    """This rank's proven plans of a training step and of an evaluation batch."""
+    pp, dp = layout.axis("pp"), layout.axis("dp").size
+    schedules = Registry("pipeline schedule", manager.collect("mcore_pipeline_schedules"))
+    schedule = schedules[config.parallel.pipeline_schedule]
+    count = num_micro_batches(global_batch_size(config, dp), config.train.micro_batch_size, dp)
+    train = compile_schedule(schedule, num_stages=pp.size, num_micro_batches=count)
+    forward = compile_forward(schedule, num_stages=pp.size, num_micro_batches=count)
+    return train.for_rank(pp.rank), forward.for_rank(pp.rank)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Loaders of this data-parallel rank; ``valid`` is None when there is no evaluation."""
+
+    tokenizer: Tokenizer
+    train: GlobalBatchLoader
+    valid: GlobalBatchLoader | None
+
+
+def build_data(config: RunConfig, tokenizer: Tokenizer, layout: Layout, *, manager: PluginManager) -> Data:
+    """The train and validation loaders of this rank.
+
+    Raises:
+        ValueError: the data is missing or broken, or a split that is needed is empty.
+    """
+    dp, train = layout.axis("dp"), config.train
+    batch = global_batch_size(config, dp.size)
+    num_valid = train.eval_iters * batch if train.eval_interval is not None else 0
+    spec = Registry("dataset", manager.collect("mcore_datasets"))[config.data.dataset]
+    num_samples = (train_iterations(config, dp.size) * batch, num_valid, 0)
+    datasets = spec.build(config.data, tokenizer=tokenizer, num_samples=num_samples, seed=train.seed)
+    if datasets[0] is None or (num_valid and datasets[1] is None):
+        empty = "train" if datasets[0] is None else "validation"
+        raise ValueError(f"the {empty} split of the data is empty; change --split {config.data.split!r} or add data")
+
+    def loader(dataset: object) -> GlobalBatchLoader:
+        return GlobalBatchLoader(
+            dataset,  # type: ignore[arg-type]
+            global_batch_size=batch,
+            micro_batch_size=train.micro_batch_size,
+            dp_rank=dp.rank,
+            dp_size=dp.size,
+        )
+
+    valid = loader(datasets[1]) if num_valid else None
+    return Data(tokenizer, loader(datasets[0]), valid)
+
+
+def build_run_tokenizer(config: RunConfig, manager: PluginManager) -> Tokenizer:
+    """The tokenizer of the run."""
+    return build_tokenizer(config.data, manager)

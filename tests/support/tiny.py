@@ -1,0 +1,77 @@
+"""Tiny configurations and rank jobs that the integration tests share."""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_cli.config import RunConfig
+from mcore_cli.verify import ParityReport, parity
+from mcore_parallel.axis import Layout, build_layout, single_layout
+from mcore_parallel.mesh import build_mesh
+from mcore_parallel.plugins import PluginManager, plugin_manager
+
+LLAMA = {
+    "model": "llama",
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 24,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+}
+GPT = {"model": "gpt", "ffn_hidden_size": 32}
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "vocab_size": 37,
+    "make_vocab_size_divisible_by": 1,
+    "max_position_embeddings": 8,
+}
+
+
+def tiny_config(family: dict, **fields) -> RunConfig:
+    """A tree of the tiny model; ``fields`` go to the section that has them."""
+    sections = {
+        "parallel": {},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
+        "model": {**SHAPE, **family},
+        "data": {"seq_length": 8, "dataset": "mock"},
+        "train": {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 4},
+        "checkpoint": {},
+    }
+    owners = {name: section for section, part in RunConfig() for name in type(part).model_fields}
+    for name, value in fields.items():
+        sections[owners[name]][name] = value
+    return RunConfig.model_validate(sections)
+
+
+def layout_of(config: RunConfig, rank: int, world: int) -> Layout:
+    """The layout of ``config`` on a rank of the pool."""
+    kv_heads = config.model.num_kv_heads
+    if world == 1:
+        return single_layout(kv_heads)
+    parallel = config.parallel
+    mesh = build_mesh(world, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size)
+    return build_layout(mesh, rank, kv_heads=kv_heads)
+
+
+def fresh_manager() -> PluginManager:
+    """All plugins, none of which may have failed."""
+    manager = plugin_manager(disabled=())
+    assert not manager.failures, manager.failures
+    return manager
+
+
+def parity_job(
+    rank: int, world: int, config: RunConfig, ragged: bool, bound: float, sabotage=None
+) -> ParityReport | None:
+    """Run the oracle on a rank; ``sabotage(rank)`` may break something first."""
+    if sabotage is not None:
+        sabotage(rank)
+    layout = layout_of(config, rank, world)
+    dtype = torch.float64 if bound < 1e-7 else torch.float32
+    return parity(
+        config, layout, manager=fresh_manager(), device=torch.device("cpu"), dtype=dtype, bound=bound, ragged=ragged
+    )
