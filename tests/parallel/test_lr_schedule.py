@@ -239,6 +239,18 @@ def test_overridden_rates_are_the_closed_form_at_the_stored_step():
     assert rates(chosen, range(10, 20)) == pytest.approx(expected, rel=1e-14)
 
 
+def test_a_given_decay_length_may_not_change():
+    with pytest.raises(ValueError, match="lr_decay_samples is 36 here and 32 in"):
+        reconcile(schedule(lr_decay_iters=9), schedule(lr_decay_iters=8))
+
+
+def test_a_changed_batch_size_names_the_lengths_it_moves():
+    with pytest.raises(ValueError) as error:
+        reconcile(schedule(batch=8), schedule(batch=4))
+    for words in ("iteration_samples is 8 here and 4", "lr_decay_samples is 80", "weight_decay_incr_samples is 80"):
+        assert words in str(error.value)
+
+
 def test_both_escapes_exclude_each_other():
     with pytest.raises(ValueError, match="exclude each other"):
         reconcile(schedule(), schedule(), override=True, use_checkpoint=True)
