@@ -144,6 +144,26 @@ def test_every_sample_of_a_blend_can_be_read(corpus, sizes, weights, num):
         blend[len(blend)]
 
 
+def test_a_member_that_rounding_asks_for_too_much_gets_another_epoch(tmp_path):
+    """Shares of 1.01 samples round up to 2 for 300 members, so the blend is twice as long as the first one expects.
+
+    It is asked for 8 samples, and one document of 7 tokens at length 7 gives exactly those.
+    """
+    for name, count in (("small", 1), ("large", 40)):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for document in range(count):
+                writer.add_document([document] * 7, [7])
+    small, large = IndexedDataset(tmp_path / "small"), IndexedDataset(tmp_path / "large")
+    rules = SampleRules(seq_length=7, seed=1)
+    assert len(GPTDataset(small, (0, 1), rules, num_samples=8)) == 8
+    data = Mixture([small, *[large] * 300], [6.0, *[1.0] * 300], rules)
+    blend = data.build(SplitRequest("train", ALL, 310))
+    assert blend.drawn[0] > 8
+    assert len(blend.members[0]) >= blend.drawn[0]
+    last = int(np.flatnonzero(blend.member_index == 0)[-1])
+    assert blend[last].tokens.tolist() == [0] * 7
+
+
 def test_weights_are_relative(corpus):
     one = mixture(corpus, (40, 300), (3.0, 1.0)).build(SplitRequest("train", ALL, 500))
     other = mixture(corpus, (40, 300), (0.75, 0.25)).build(SplitRequest("train", ALL, 500))

@@ -85,6 +85,13 @@ def test_tiny_data_many_epochs(tokens, seq, num, epochs, samples):
     assert (order.num_epochs, len(order)) == (epochs, samples)
 
 
+@pytest.mark.parametrize(("num", "separate"), [(100, False), (101, True), (179, True), (180, False), (200, False)])
+def test_last_epoch_is_apart_below_80_percent(num, separate):
+    """1001 tokens at length 10 are 100 samples per epoch; the second epoch is used for num - 100 of them."""
+    plan = plan_epochs(1001, seq_length=10, num_samples=num, extra=1)
+    assert (plan.num_epochs, plan.separate_last) == (1 if num == 100 else 2, separate)
+
+
 def test_more_than_two_billion_tokens():
     count, length, seq = 2_200_000, 1000, 100_000
     sizes = np.full(count, length, dtype=np.int32)
@@ -141,22 +148,30 @@ def test_eod_mask_loss_masks_inputs(tmp_path):
 def test_cached_order_follows_the_file(tmp_path):
     """Data prepared again under the same name must not meet the old order."""
 
-    def write(count):
+    def write(sizes):
         with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
-            for document in range(count):
-                writer.add_document([document] * 3, [3])
+            for document, size in enumerate(sizes):
+                writer.add_document([document] * size, [size])
 
-    def lengths():
+    def boundaries():
         indexed = IndexedDataset(tmp_path / "d")
         rules = SampleRules(seq_length=2, seed=1)
-        data = GPTDataset(indexed, (0, len(indexed)), rules, num_samples=None, cache_folder=tmp_path / "cache")
-        return len(data)
+        fields = {"num_samples": None}
+        cached = GPTDataset(indexed, (0, len(indexed)), rules, **fields, cache_folder=tmp_path / "cache")
+        assert np.array_equal(
+            cached.order.boundaries, GPTDataset(indexed, (0, len(indexed)), rules, **fields).order.boundaries
+        )
+        return len(cached)
 
-    write(10)
-    assert [lengths(), lengths()] == [14, 14]
+    write([3] * 10)
+    assert [boundaries(), boundaries()] == [14, 14]
     assert len(list((tmp_path / "cache").iterdir())) == 1
-    write(20)
-    assert lengths() == 29
+    # As many documents with other lengths: more tokens, then as many tokens (only the time of change tells).
+    write([4] * 10)
+    assert boundaries() == 19
+    write([1, 7] * 5)
+    assert boundaries() == 19
+    assert len(list((tmp_path / "cache").iterdir())) == 3
     assert all(path.name.startswith("order-") for path in (tmp_path / "cache").iterdir())
 
 
