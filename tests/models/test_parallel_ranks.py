@@ -16,7 +16,10 @@ from mcore_models.traffic_cost import StepShape, step_traffic
 from mcore_parallel.axis import build_layout, single_layout
 from mcore_parallel.grad_sync import GradBuffers
 from mcore_parallel.mesh import build_mesh
+from mcore_parallel.pipeline.compile import compile_schedule
+from mcore_parallel.pipeline.executor import run
 from mcore_parallel.placement import placement_of
+from mcore_parallel.plugins import Registry, plugin_manager
 from mcore_parallel.testing import run_ranks
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 101, "ffn_hidden_size": 48}
@@ -50,10 +53,9 @@ def build(fields, layout, stage=None, **options):
     return model
 
 
-def step(model, *, with_dropout):
+def step(model):
     tokens, labels = tokens_and_labels()
-    dropout = DropoutState(5, 3, torch.tensor([11, 12])) if with_dropout else None
-    loss = model(tokens, labels=labels, dropout=dropout)
+    loss = model(tokens, labels=labels, dropout=DropoutState(5, 3, torch.tensor([11, 12])))
     loss.backward()
     return loss.item()
 
@@ -67,11 +69,11 @@ def collect_gradients(model):
     ]
 
 
-def tensor_parallel_rank(rank, world, fields, sequence_parallel, with_dropout, recompute):
+def tensor_parallel_rank(rank, world, fields, sequence_parallel, recompute):
     layout = build_layout(build_mesh(world, tp=world), rank, kv_heads=ModelConfig(**fields).num_kv_heads)
     model = build(fields, layout, sequence_parallel=sequence_parallel, recompute=recompute)
     buffers = GradBuffers(model.parameters(), layout)
-    loss = step(model, with_dropout=with_dropout)
+    loss = step(model)
     buffers.finish()
     return loss, collect_gradients(model)
 
@@ -91,11 +93,11 @@ def test_tensor_parallel_ranks_equal_one_rank(family, tp, sequence_parallel, rat
     fields = {**FAMILIES[family], "hidden_dropout": rate, "attention_dropout": rate}
     model = build(fields, single_layout())
     buffers = GradBuffers(model.parameters(), single_layout())
-    loss = step(model, with_dropout=True)
+    loss = step(model)
     buffers.finish()
     truth = {name: torch.from_numpy(grad) for name, _, grad in collect_gradients(model)}
     recompute = Recompute("uniform", 1) if rate else None
-    results = run_ranks(tensor_parallel_rank, tp, fields, sequence_parallel, True, recompute)
+    results = run_ranks(tensor_parallel_rank, tp, fields, sequence_parallel, recompute)
     seen = dict.fromkeys(truth, 0)
     for ranks_loss, pieces in results:
         assert ranks_loss == pytest.approx(loss, rel=1e-12)
@@ -106,47 +108,72 @@ def test_tensor_parallel_ranks_equal_one_rank(family, tp, sequence_parallel, rat
     assert all(seen[name] >= truth[name].numel() for name in truth), "some rows are on no rank"
 
 
-def traffic_rank(rank, world, fields, step_shape, tp, sequence_parallel):
-    layout = build_layout(build_mesh(world, tp=tp), rank, kv_heads=ModelConfig(**fields).num_kv_heads)
-    model = build(
-        fields, layout, dtype=torch.float32, sequence_parallel=sequence_parallel, recompute=step_shape.recompute
-    )
-    buffers = GradBuffers(model.parameters(), layout, bucket_size=step_shape.bucket_size, sharded=step_shape.zero)
+class OneBatch:
+    """A stage that sees the same micro-batch again and again, for the pipeline executor."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, model):
+        self.model = model
+
+    def receive_shape(self):
+        return self.model.activation_shape(2, 8)
+
+    def forward(self, micro_batch, chunk, received):
+        tokens, labels = tokens_and_labels()
+        dropout = DropoutState(5, 3, torch.tensor([11, 12]))
+        inputs = tokens if received is None else received
+        return self.model(inputs, labels=labels if self.model.stage.is_last else None, dropout=dropout)
+
+
+def stage_of(pp, index):
+    return StageSpec(index * 2 // pp, 2 // pp, index == 0, index == pp - 1)
+
+
+def traffic_rank(rank, world, fields, shape, tp, sequence_parallel):
+    layout = build_layout(build_mesh(world, tp=tp, pp=shape.pp), rank, kv_heads=ModelConfig(**fields).num_kv_heads)
+    pp = layout.axis("pp")
+    options = {"dtype": torch.float32, "sequence_parallel": sequence_parallel, "recompute": shape.recompute}
+    model = build(fields, layout, stage_of(pp.size, pp.rank), **options)
+    buffers = GradBuffers(model.parameters(), layout, bucket_size=shape.bucket_size, sharded=shape.zero)
+    schedule = Registry("schedule", plugin_manager(disabled=[]).collect("mcore_pipeline_schedules"))["1f1b"]
+    plan = compile_schedule(schedule, num_stages=pp.size, num_micro_batches=shape.num_micro_batches)
     layout.recorder.enabled = True
-    buffers.begin_step(step_shape.num_micro_batches)
-    for _ in range(step_shape.num_micro_batches):
-        step(model, with_dropout=True)
+    buffers.begin_step(shape.num_micro_batches)
+    run(plan.for_rank(pp.rank), stage=OneBatch(model), axis=pp)
     buffers.finish()
     buffers.gather_weights()
-    return layout.recorder.totals(), layout.axis("tp").rank
+    return layout.recorder.totals(), layout.axis("tp").rank, pp.rank
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("tp", "data_ranks", "sequence_parallel", "zero", "recompute", "rate"),
+    ("tp", "pp", "data_ranks", "sequence_parallel", "zero", "recompute", "rate"),
     [
-        (2, 2, True, True, None, 0.0),
-        (2, 2, False, False, Recompute("uniform", 2), 0.0),
-        (4, 1, True, False, Recompute("block", 1), 0.1),
-        (1, 4, False, True, None, 0.0),
+        (2, 1, 2, True, True, None, 0.0),
+        (2, 1, 2, False, False, Recompute("uniform", 2), 0.0),
+        (4, 1, 1, True, False, Recompute("block", 1), 0.1),
+        (1, 1, 4, False, True, None, 0.0),
+        (2, 2, 1, True, False, Recompute("uniform", 1), 0.0),
+        (1, 2, 2, False, True, None, 0.1),
     ],
 )
-def test_bytes_equal_the_closed_form(family, tp, data_ranks, sequence_parallel, zero, recompute, rate):
+def test_bytes_equal_the_closed_form(family, tp, pp, data_ranks, sequence_parallel, zero, recompute, rate):
     fields = {**FAMILIES[family], "hidden_dropout": rate}
     shape = StepShape(
         seq_length=8,
         micro_batch_size=2,
-        num_micro_batches=2,
+        num_micro_batches=3,
+        pp=pp,
         data_ranks=data_ranks,
         zero=zero,
         bucket_size=3000,
         recompute=recompute,
     )
     config = ModelConfig(**{"make_vocab_size_divisible_by": 8, **fields})
-    stage = StageSpec(0, 2, True, True)
-    for totals, tp_rank in run_ranks(traffic_rank, tp * data_ranks, fields, shape, tp, sequence_parallel):
+    for totals, tp_rank, stage in run_ranks(traffic_rank, 4, fields, shape, tp, sequence_parallel):
         rank = RankShape(tp, tp_rank, sequence_parallel)
-        assert totals == step_traffic(config, stage=stage, rank=rank, shape=shape, vocab_size=101)
+        assert totals == step_traffic(config, stage=stage_of(pp, stage), rank=rank, shape=shape, vocab_size=101)
 
 
 def stage_rank(rank, world, fields):
