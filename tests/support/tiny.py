@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 
 from mcore_cli.config import RunConfig
-from mcore_cli.verify import ParityReport, parity
+from mcore_cli.resolve import complete
+from mcore_cli.results import StepResult
+from mcore_cli.stop import StopRequest
+from mcore_cli.trainer import drive, start
+from mcore_cli.verify import ParityReport, logical_weights, parity
+from mcore_cli.world import World
 from mcore_parallel.axis import Layout, build_layout, single_layout
 from mcore_parallel.mesh import build_mesh
 from mcore_parallel.plugins import PluginManager, plugin_manager
@@ -37,7 +44,7 @@ def tiny_config(family: dict, **fields) -> RunConfig:
         "parallel": {},
         "optimizer": {"lr": 1e-2, "weight_decay": 0.1},
         "model": {**SHAPE, **family},
-        "data": {"seq_length": 8, "dataset": "mock"},
+        "data": {"seq_length": 8, "dataset": "mock", "tokenizer_type": "NullTokenizer", "tokenizer_model": "36"},
         "train": {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 4},
         "checkpoint": {},
     }
@@ -75,3 +82,44 @@ def parity_job(
     return parity(
         config, layout, manager=fresh_manager(), device=torch.device("cpu"), dtype=dtype, bound=bound, ragged=ragged
     )
+
+
+def world_of(rank: int, world: int) -> World:
+    """A rank of the pool as the trainer sees it."""
+    return World(rank, world, rank, torch.device("cpu"), timedelta(seconds=60))
+
+
+def train_job(rank: int, world: int, config: RunConfig, folder: str) -> tuple[list[StepResult], dict, list[str]]:
+    """Train in ``folder`` as ``mcore train`` would; step results, logical weights (rank 0) and notices."""
+    config = complete(config, world)
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"save": folder})})
+    trainer, notices = start(config, world_of(rank, world), manager=fresh_manager(), stop=StopRequest())
+    recorder = Recorder()
+    drive(trainer, [recorder])
+    trainer.data.train.close()
+    return recorder.steps, logical_weights(trainer.parts), notices
+
+
+class Recorder:
+    """A callback that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps, self.evals, self.saves = [], [], []
+
+    def on_start(self, run):
+        """Nothing to keep."""
+
+    def on_step(self, result):
+        self.steps.append(result)
+
+    def on_eval(self, result):
+        self.evals.append(result)
+
+    def on_save(self, result):
+        self.saves.append(result)
+
+    def on_notice(self, text):
+        """Nothing to keep."""
+
+    def on_end(self, reason):
+        """Nothing to keep."""

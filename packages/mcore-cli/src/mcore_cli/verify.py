@@ -197,6 +197,11 @@ def _logical(parts: Parts, values: Mapping[int, Tensor]) -> dict[str, Tensor] | 
     return assemble(ranks) if parts.layout.rank == 0 else None
 
 
+def logical_weights(parts: Parts) -> dict[str, Tensor]:
+    """The whole weights by logical name, on rank 0; empty elsewhere. Collective."""
+    return _logical(parts, {}) or {}
+
+
 def _gather(layout: Layout, value: Any) -> list[Any]:
     if layout.mesh.world_size == 1:
         return [value]
@@ -223,7 +228,7 @@ def _step_from(parts: Parts, gradients: Mapping[str, Tensor], tokens: float) -> 
                 box = tuple(slice(o, o + n) for o, n in zip(array.offset, array.shape, strict=True))
                 array.tensor.copy_(whole[box] * tokens)
     parts.optimizer.step(tokens)
-    return _logical(parts, {}) or {}
+    return logical_weights(parts)
 
 
 def run(config: RunConfig) -> None:
