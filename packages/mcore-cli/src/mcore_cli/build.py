@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from mcore_parallel.pipeline.actions import RankPlan
 from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
 from mcore_parallel.pipeline.stage import stage_layers
 from mcore_parallel.plugins import PluginManager, Registry
+from mcore_parallel.specs import OptimizerSpec
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def build_parts(
     optimizer = build_optimizer(
         model.parameters(),
         layout,
-        spec=Registry("optimizer", manager.collect("mcore_optimizers"))[config.optimizer.optimizer],
+        spec=optimizer_spec(config, manager),
         optimizer=config.optimizer,
         parallel=config.parallel,
     )
@@ -115,11 +117,28 @@ def build_parts(
     return Parts(config, layout, device, model, optimizer, train_plan, eval_plan)
 
 
+def optimizer_spec(config: RunConfig, manager: PluginManager) -> OptimizerSpec:
+    """The chosen optimizer, with its own section of the configuration bound to it if it has one."""
+    spec = Registry("optimizer", manager.collect("mcore_optimizers"))[config.optimizer.optimizer]
+    if spec.config is None:
+        return spec
+    return replace(spec, build=partial(spec.build, settings=getattr(config, spec.name)))
+
+
 def build_plans(config: RunConfig, layout: Layout, *, manager: PluginManager) -> tuple[RankPlan, RankPlan]:
-    """This rank's proven plans of a training step and of an evaluation batch."""
+    """This rank's proven plans of a training step and of an evaluation batch.
+
+    Raises:
+        ValueError: the schedule wants more than one model chunk per rank, which no model is built with yet.
+    """
     pp, dp = layout.axis("pp"), layout.axis("dp").size
     schedules = Registry("pipeline schedule", manager.collect("mcore_pipeline_schedules"))
     schedule = schedules[config.parallel.pipeline_schedule]
+    if schedule.num_chunks != 1:
+        raise ValueError(
+            f"--pipeline-schedule {schedule.name} needs {schedule.num_chunks} model chunks per rank; stages hold one: "
+            f"use one of {', '.join(spec.name for spec in schedules if spec.num_chunks == 1)}"
+        )
     count = num_micro_batches(global_batch_size(config, dp), config.train.micro_batch_size, dp)
     train = compile_schedule(schedule, num_stages=pp.size, num_micro_batches=count)
     forward = compile_forward(schedule, num_stages=pp.size, num_micro_batches=count)

@@ -23,7 +23,7 @@ Values = dict[str, dict[str, Given]]
 
 def run_tree(manager: PluginManager) -> type[RunConfig]:
     """``RunConfig`` with one more section for each plugin spec that has a ``config`` of its own, under its name."""
-    specs = [*manager.collect("mcore_parallel_dims"), *manager.collect("mcore_optimizers")]
+    specs = manager.collect("mcore_optimizers")
     extra: dict[str, Any] = {
         spec.name: (spec.config, Field(default_factory=spec.config))
         for spec in specs

@@ -1,12 +1,7 @@
 """Hooks that mcore-parallel owns. Each takes no argument and returns a list of frozen specs."""
 
 from mcore_parallel.plugins import hookspec
-from mcore_parallel.specs import OptimizerSpec, ParallelDim, ScheduleSpec
-
-
-@hookspec
-def mcore_parallel_dims() -> list[ParallelDim]:  # type: ignore[empty-body]
-    """Parallel dims, as views of the mesh."""
+from mcore_parallel.specs import OptimizerSpec, ScheduleSpec
 
 
 @hookspec

@@ -69,11 +69,12 @@ class PluginManager(pluggy.PluginManager):
         Raises:
             PluginError: ``disabled`` names a plugin that is not installed.
         """
-        for point in _entry_points(HOOKSPEC_GROUP):
+        installed = metadata.entry_points()  # it reads the lists of all distributions, so once
+        for point in _unique(installed.select(group=HOOKSPEC_GROUP)):
             error = self._load_hookspecs(point)
             if error is not None:
                 self.records.append(PluginRecord(point.name, _distribution(point), point.value, error=error))
-        points = _entry_points(PROJECT)
+        points = _unique(installed.select(group=PROJECT))
         blocked = _check_installed(disabled, [point.name for point in points])
         for point in points:
             if point.name in blocked:
@@ -186,9 +187,9 @@ def _distribution(point: metadata.EntryPoint) -> str:
     return point.dist.name if point.dist is not None else "unknown"
 
 
-def _entry_points(group: str) -> list[metadata.EntryPoint]:
+def _unique(points: Iterable[metadata.EntryPoint]) -> list[metadata.EntryPoint]:
     # A distribution seen twice on sys.path (editable and installed) must not register twice.
-    unique = {(point.name, point.value): point for point in metadata.entry_points(group=group)}
+    unique = {(point.name, point.value): point for point in points}
     return [unique[key] for key in sorted(unique)]
 
 

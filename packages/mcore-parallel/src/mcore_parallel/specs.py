@@ -8,18 +8,6 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class ParallelDim:
-    """A parallel dim carved from existing mesh axes as a view.
-
-    ``config`` is the pydantic model of the dim's own flags; ``carved_from`` the mesh axes whose product it refactors.
-    """
-
-    name: str
-    config: type | None
-    carved_from: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class ScheduleSpec:
     """A pipeline schedule: ``plan(num_stages, num_micro_batches)`` returns each rank's list of compute actions.
 
@@ -35,6 +23,9 @@ class ScheduleSpec:
 @dataclass(frozen=True)
 class OptimizerSpec:
     """An optimizer: ``build(groups, config)`` returns a ``torch.optim.Optimizer`` over flat shards.
+
+    With ``config``, a pydantic model of the optimizer's own settings, those become flags and a section of recipes under
+    ``name``, and ``build`` gets the section as the keyword ``settings``.
 
     ``groups`` are torch parameter groups (``params``, ``weight_decay``, ``lr``); ``config`` the ``OptimizerConfig``.
     ``slots`` are the names of its per-element state tensors, in the words of its ``state`` entries.

@@ -14,7 +14,6 @@ from mcore_parallel.plugins import PluginManager
 
 HOOK_PREFIX = "mcore_"
 KINDS = {
-    "mcore_parallel_dims": "parallel dim",
     "mcore_pipeline_schedules": "pipeline schedule",
     "mcore_optimizers": "optimizer",
     "mcore_kernels": "kernel set",
