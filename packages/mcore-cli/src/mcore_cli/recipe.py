@@ -86,7 +86,7 @@ def _load(path: Path, tree: type[BaseModel], seen: tuple[Path, ...]) -> Recipe:
     problems: list[str] = []
     for key, (value, line) in _entries(node, path).items():
         if key in HEADER_KEYS:
-            header[key] = str(_construct(value))
+            header[key] = str(_construct(value, path))
         elif key not in sections_of(tree):
             known = [*sections_of(tree), *HEADER_KEYS]
             problems.append(f"{path}:{line}: unknown section {key!r}{_hint(key, known, tree)}")
@@ -112,12 +112,12 @@ def _section(key: str, node: yaml.Node, path: Path, tree: type[BaseModel]) -> tu
     known = sections_of(tree)[key].model_fields
     values: dict[str, Given] = {}
     problems: list[str] = []
-    if isinstance(node, yaml.ScalarNode) and _construct(node) is None:
+    if isinstance(node, yaml.ScalarNode) and _construct(node, path) is None:
         return values, problems
     for name, (value, line) in _entries(node, path).items():
         where = f"{path}:{line}"
         if name in known:
-            values[name] = Given(_construct(value), where)
+            values[name] = Given(_construct(value, path), where)
         else:
             problems.append(f"{where}: section {key} has no field {name!r}{_hint(name, known, tree)}")
     return values, problems
@@ -150,10 +150,10 @@ def _one_line(path: Path, error: yaml.YAMLError) -> str:
 def _entries(node: yaml.Node, path: Path) -> dict[str, tuple[yaml.Node, int]]:
     line = node.start_mark.line + 1 if node.start_mark is not None else 1
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path}:{line}: expected 'name: value' lines, found {str(_construct(node))[:40]!r}")
+        raise UserError(f"{path}:{line}: expected 'name: value' lines, found {str(_construct(node, path))[:40]!r}")
     entries: dict[str, tuple[yaml.Node, int]] = {}
     for key, value in node.value:
-        name = str(_construct(key))
+        name = str(_construct(key, path))
         if name in entries:
             raise UserError(
                 f"{path}:{key.start_mark.line + 1}: {name!r} is given twice (first on line {entries[name][1]})"
@@ -162,12 +162,11 @@ def _entries(node: yaml.Node, path: Path) -> dict[str, tuple[yaml.Node, int]]:
     return entries
 
 
-def _construct(node: yaml.Node) -> Any:
+def _construct(node: yaml.Node, path: Path) -> Any:
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
-        mark = node.start_mark
-        raise UserError(f"line {mark.line + 1}: {getattr(error, 'problem', None) or error}") from None
+        raise UserError(_one_line(path, error)) from None
     finally:
         loader.dispose()

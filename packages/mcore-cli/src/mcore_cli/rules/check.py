@@ -24,7 +24,7 @@ Purpose = Literal["train", "verify", "eval"]
 def check(config: RunConfig, world_size: int, manager: PluginManager, purpose: Purpose = "train") -> None:
     """Check a completed tree for what it is going to be used for.
 
-    Verifying uses tokens of its own, saves nothing and takes one step; evaluating has no batch rule of its own.
+    Verifying uses tokens of its own; neither it nor evaluating has a length, a schedule or anything to save.
 
     Raises:
         UserError: everything that is wrong, one line each.
@@ -48,12 +48,10 @@ def find_problems(config: RunConfig, world_size: int, manager: PluginManager, pu
 
 
 def _rules(manager: PluginManager, purpose: Purpose) -> tuple[Rule, ...]:
-    shared = (*NAME_RULES, *LAYOUT_RULES, *MODEL_RULES)
-    if purpose == "eval":
+    shared = (*NAME_RULES, *LAYOUT_RULES, *MODEL_RULES, *BATCH_RULES)
+    if purpose != "train":
         return shared
-    if purpose == "verify":
-        return (*shared, *BATCH_RULES)
-    return (*shared, *BATCH_RULES, *LENGTH_RULES, *SCHEDULE_RULES, *EFFECT_RULES, *checkpoint_rules(manager))
+    return (*shared, *LENGTH_RULES, *SCHEDULE_RULES, *EFFECT_RULES, *checkpoint_rules(manager))
 
 
 def _data_problems(config: RunConfig, manager: PluginManager, purpose: Purpose) -> list[str]:
