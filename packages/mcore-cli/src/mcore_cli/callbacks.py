@@ -195,10 +195,10 @@ class TensorBoard:
     def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter  # loads TensorBoard, so only when asked for
 
-        self._writer = SummaryWriter(folder)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(folder)
 
     def on_start(self, run: RunInfo) -> None:
-        self._writer.add_text("run", _headline(run), run.first_iteration)  # type: ignore[no-untyped-call]
+        self._writer.add_text("run", _headline(run), run.first_iteration)
 
     def on_step(self, result: StepResult) -> None:
         for name, value in result.as_record().items():
@@ -216,10 +216,10 @@ class TensorBoard:
         """Notices are for people; the terminal has them."""
 
     def on_end(self, reason: str) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
     def _scalar(self, name: str, value: float, iteration: int) -> None:
-        self._writer.add_scalar(name, value, iteration)  # type: ignore[no-untyped-call]
+        self._writer.add_scalar(name, value, iteration)
 
 
 def builtin_callbacks(run: RunInfo) -> list[Callback]:

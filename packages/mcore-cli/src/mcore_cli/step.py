@@ -52,13 +52,14 @@ class ModelStage:
         batch = self.batches[micro_batch]
         last = self.model.stage.is_last
         inputs = self._tensor(batch.tokens) if received is None else received
-        return self.model(  # type: ignore[no-any-return]
+        output: Tensor = self.model(
             inputs,
             position_ids=self._tensor(batch.position_ids),
             dropout=self._dropout(batch),
             labels=self._tensor(batch.labels) if last else None,
             loss_mask=self._tensor(batch.loss_mask) if last else None,
         )
+        return output
 
     def _dropout(self, batch: Batch) -> DropoutState | None:
         if self.step is None:

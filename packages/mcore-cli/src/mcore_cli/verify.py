@@ -109,7 +109,7 @@ def parity(
     samples = parity_samples(config, global_batch_size(config, layout.axis("dp").size), ragged=ragged)
     parts = build_parts(config, layout, manager=manager, device=device, dtype=dtype)
     layout.recorder.enabled = True
-    answer, tokens = _answer(parts, _own_batches(parts, samples), dtype)
+    answer, tokens = _answer(parts, _own_batches(parts, samples))
     events = _gather(layout, layout.recorder.events)
     layout.recorder.enabled = False
     reference_parts = reference = None
@@ -117,7 +117,7 @@ def parity(
         reference_parts = build_parts(
             reference_config(config, samples), single_layout(), manager=manager, device=device, dtype=dtype
         )
-        reference, _ = _answer(reference_parts, [samples], dtype)
+        reference, _ = _answer(reference_parts, [samples])
     common = _broadcast(layout, reference.gradients if reference is not None else None)
     weights = _step_from(parts, common, tokens)
     if layout.rank != 0:
@@ -169,17 +169,13 @@ def _own_batches(parts: Parts, samples: Batch) -> list[Batch]:
     return [take(samples, row) for row in rows]
 
 
-def _answer(parts: Parts, batches: list[Batch], dtype: torch.dtype) -> tuple[Answer | None, float]:
-    batches = [
-        Batch(b.tokens, b.labels, b.loss_mask.astype(str(dtype).removeprefix("torch.")), b.position_ids, b.sample_ids)  # type: ignore[arg-type]
-        for b in batches
-    ]
+def _answer(parts: Parts, batches: list[Batch]) -> tuple[Answer | None, float]:
     initial = _logical(parts, {})
     losses = backward_all(parts, batches, step=STEP)
     sums = sum_over_ranks(parts.layout, losses, batches, device=parts.device)
     norm = parts.optimizer.grad_norm() / sums.tokens
     parts.optimizer.buffers.gather_grads()
-    gradients = _logical(parts, {id(p): p.main_grad for p in parts.model.parameters()})  # type: ignore[misc]
+    gradients = _logical(parts, {id(p): p.main_grad for p in parts.model.parameters()})  # type: ignore[attr-defined]
     if initial is None or gradients is None:
         return None, sums.tokens
     divided = {name: grad / sums.tokens for name, grad in gradients.items()}
@@ -222,7 +218,7 @@ def _step_from(parts: Parts, gradients: Mapping[str, Tensor], tokens: float) -> 
     """The weights after one optimizer step from the given (divided) logical gradients; empty off rank 0."""
     with torch.no_grad():
         for parameter in parts.model.parameters():
-            main_grad: Tensor = parameter.main_grad  # type: ignore[assignment]
+            main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
             for array in parameter_arrays("inject", main_grad, placement_of(parameter)):
                 whole = gradients[array.key.removeprefix("inject/")]
                 box = tuple(slice(o, o + n) for o, n in zip(array.offset, array.shape, strict=True))

@@ -80,7 +80,7 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = Fals
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Work:
-    """Sum ``x`` ``[n * size, ...]`` over ``axis``; ``out`` ``[n, ...]`` takes this rank's slice, maybe part of ``x``."""
+    """Sum ``x`` ``[n * size, ...]`` over ``axis``; ``out`` ``[n, ...]`` takes this rank's slice, maybe in ``x``."""
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x.view_as(out))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass(frozen=True)
@@ -61,22 +62,19 @@ class TrafficRecorder:
 def order_conflicts(ranks: Sequence[Sequence[Event]]) -> list[str]:
     """Where the ranks of a group disagree on the order, kind or shape of its collectives (gloo may forgive it, NCCL
     hangs). ``ranks`` are the events of every rank; the pipeline's verifier matches sends and receives."""
-    found = []
-    sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[tuple[str, tuple[int, ...]]]]] = {}
+    sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
     for rank, events in enumerate(ranks):
         for event in events:
             if event.op not in ("send", "recv"):
                 members = sequences.setdefault((event.axis, event.group), {})
-                members.setdefault(rank, []).append((event.op, event.shape))
+                members.setdefault(rank, []).append(f"{event.op} of {event.shape}")
+    found = []
     for (axis, group), members in sequences.items():
         first = members.get(group[0], [])
         for rank in group[1:]:
-            other = members.get(rank, [])
-            if other == first:
-                continue
-            at = next(
-                (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other))
-            )
-            mine, theirs = first[at : at + 1] or ["nothing"], other[at : at + 1] or ["nothing"]
-            found.append(f"axis {axis}: operation {at} is {mine[0]} on rank {group[0]} but {theirs[0]} on rank {rank}")
+            pairs = zip_longest(first, members.get(rank, []), fillvalue="nothing")
+            differing = next(((i, a, b) for i, (a, b) in enumerate(pairs) if a != b), None)
+            if differing is not None:
+                at, here, there = differing
+                found.append(f"axis {axis}: operation {at} is {here} on rank {group[0]} but {there} on rank {rank}")
     return found

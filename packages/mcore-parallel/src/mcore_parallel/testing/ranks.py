@@ -112,7 +112,7 @@ class RankPool:
     def _collect(self, world_size: int, limit: float) -> list[_Reply]:
         waiting = {self._workers[rank][1]: rank for rank in range(world_size)}
         deadline = time.monotonic() + limit + 5
-        replies = []
+        replies: list[_Reply] = []
         while waiting:
             ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready and any(not reply.ok for reply in replies):
@@ -121,15 +121,16 @@ class RankPool:
                 self.close()
                 raise RankFailure(f"ranks {sorted(waiting.values())} of {world_size} took longer than {limit} s")
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
-                replies.append(self._receive(pipe, rank))  # type: ignore[arg-type]
+                assert isinstance(pipe, connection.Connection)
+                replies.append(self._receive(pipe, waiting.pop(pipe)))
                 if not replies[-1].ok:  # peers stuck in a collective end soon or are killed
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         return replies
 
     def _receive(self, pipe: connection.Connection, rank: int) -> _Reply:
         try:
-            return pickle.loads(pipe.recv_bytes())  # type: ignore[no-any-return]
+            reply: _Reply = pickle.loads(pipe.recv_bytes())
+            return reply
         except (EOFError, ConnectionError):
             process = self._workers[rank][0]
             process.join(5)
