@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from mcore_cli import launch
+from mcore_cli.commands import run_options
 
 Q = ("train", "quickstart")
 
@@ -116,8 +117,11 @@ def test_the_process_exits_with_2_and_a_line() -> None:
 
 def test_under_a_launcher_only_the_first_rank_tells(mcore, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    waited: list[float] = []
+    monkeypatch.setattr(run_options.time, "sleep", waited.append)
     for rank, told in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
         outcome = mcore(*Q, "--tensor-model-parallel-size", "3")
         assert outcome.code == 2
         assert ("[world-size] 2 ranks" in outcome.err) == told
+        assert bool(waited) != told

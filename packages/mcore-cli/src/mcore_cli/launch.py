@@ -22,7 +22,7 @@ from typing import Any
 
 from mcore_cli.config import RunConfig
 from mcore_cli.environment import Environment
-from mcore_cli.rank_record import RankRecords, Report, call, run_recorded
+from mcore_cli.rank_record import KILL, RankRecords, Report, call, run_recorded
 from mcore_cli.resolve import run_tree
 from mcore_parallel.plugins import plugin_manager
 
@@ -159,7 +159,7 @@ def _signals_passed_on(records: RankRecords) -> Iterator[None]:
     def pass_on(number: int, _frame: FrameType | None) -> None:
         is_repeated = number in received and number in (signal.SIGTERM, signal.SIGINT)
         received.append(number)
-        records.send(signal.SIGKILL if is_repeated else number)
+        records.send(KILL if is_repeated else number)
         if not records.pids():  # no rank has started: there is nothing to save
             raise KeyboardInterrupt
 

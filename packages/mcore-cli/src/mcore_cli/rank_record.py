@@ -24,6 +24,8 @@ PEER_LOST = re.compile(
     r"connection (closed|reset|refused|was likely)|broken pipe|socket closed|remote process|peer|timed out waiting",
     re.IGNORECASE,
 )
+# Windows has no SIGKILL; its SIGTERM cannot be refused either.
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 AFTERMATH_SECONDS = 3.0
 KILLED = "killed.json"
 INTERRUPTED_CODE = 130
@@ -124,7 +126,7 @@ class RankRecords:
     def kill(self) -> None:
         """End every rank that runs, and note which had died before."""
         self._write(KILLED, json.dumps(self.dead()))
-        self.send(signal.SIGKILL)
+        self.send(KILL)
 
     def report(self, rank: int, code: int) -> Report:
         """The failure that caused the others, given the first one that was seen: ``rank`` ended with ``code``."""

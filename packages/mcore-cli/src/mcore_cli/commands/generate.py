@@ -36,9 +36,9 @@ def generate(
     temperature, top_p = sampling(greedy, temperature=temperature, top_p=top_p, seed=seed)
     text = sys.stdin.read() if prompt == "-" else prompt
     check_load(load, ckpt_step)
-    from mcore_cli import generate as engine
+    from mcore_cli.generate import run
 
-    engine.run(
+    run(
         load,
         text,
         ckpt_step=ckpt_step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from mcore_cli.resolve import complete, resolve, run_tree
 from mcore_cli.rules.check import Purpose, find_problems
 from mcore_parallel.plugins import PluginManager
 
+TELLING_SECONDS = 5.0
 FLAG = re.compile(r"--[a-z][\w-]*")
 
 
@@ -88,6 +90,8 @@ def tell_problems(request: Request, problems: Sequence[str]) -> None:
         return
     if request.environment.rank == 0:
         raise UserError(*problems)
+    # A launcher ends all ranks when the first of them leaves: let that be the one that tells.
+    time.sleep(TELLING_SECONDS)
     raise SystemExit(USER_ERROR_CODE)
 
 
