@@ -76,9 +76,12 @@ def layer_parameters(i, t, tp):
     yield Placement((q, k, v)), (q_rows + 2 * kv_rows, HIDDEN)
     yield Placement((gate, up)), (2 * size, HIDDEN)
     yield Placement(bias), (2 * size,)
-    yield Placement((columns(f"{name}.down.weight", (HIDDEN, FFN), begin=t * size, end=(t + 1) * size, init=INIT),)), (
-        HIDDEN,
-        size,
+    yield (
+        Placement((columns(f"{name}.down.weight", (HIDDEN, FFN), begin=t * size, end=(t + 1) * size, init=INIT),)),
+        (
+            HIDDEN,
+            size,
+        ),
     )
     yield replicated(f"{name}.norm.weight", (HIDDEN,), init=INIT), (HIDDEN,)
 
@@ -104,9 +107,7 @@ def parameters(shape, t, stage):
 @cache
 def reference():
     """The logical arrays by key: array number k is a ramp from 1000 k, in float64 so that every value is distinct."""
-    pieces = {
-        piece.name: piece for stage_parameter in parameters(Shape(), 0, 0) for piece in stage_parameter[0].pieces
-    }
+    pieces = {piece.name: piece for stage_parameter in parameters(Shape(), 0, 0) for piece in stage_parameter[0].pieces}
     keys = [f"{prefix}/{name}" for prefix in ("model", *(f"optimizer/{s}" for s in SLOTS)) for name in pieces]
     arrays = {}
     for k, key in enumerate(keys):

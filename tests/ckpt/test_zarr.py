@@ -56,8 +56,7 @@ def test_every_dtype_survives_bit_for_bit(name, tmp_path):
         assert same_bits(array[...], tensor)
     got = {shape: torch.zeros_like(t) for shape, t in tensors.items()}
     arrays = [
-        LocalArray("model/" + "x".join(map(str, shape)), shape, (0,) * len(shape), shape, t)
-        for shape, t in got.items()
+        LocalArray("model/" + "x".join(map(str, shape)), shape, (0,) * len(shape), shape, t) for shape, t in got.items()
     ]
     load_checkpoint(folder, arrays, communicator=SINGLE)
     assert all(same_bits(got[shape].view(torch.uint8).numpy(), tensor) for shape, tensor in tensors.items())

@@ -23,9 +23,7 @@ class Communicator(Protocol):
     def all_gather_object(self, value: Any) -> list[Any]:
         """The ``value`` of every rank, by rank."""
 
-    def exchange(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send flat uint8 host tensors to ranks and fill others from ranks; at most one message per pair of ranks."""
 
 
@@ -39,9 +37,7 @@ class SingleCommunicator:
         """The value itself."""
         return [value]
 
-    def exchange(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Nothing: there is nobody else."""
         assert not [*sends, *receives], "a single rank has no peers"
 
@@ -72,9 +68,7 @@ class DistributedCommunicator:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def exchange(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send and receive all at once; returns when all have arrived."""
         works = [dist.irecv(tensor, group=self.group, group_src=peer) for peer, tensor in receives]
         works += [dist.isend(tensor, group=self.group, group_dst=peer) for peer, tensor in sends]

@@ -64,6 +64,7 @@ def _run_job(job: bytes) -> bytes:
                 store=dist.FileStore(store, world_size),
                 timeout=timedelta(seconds=limit),
             )
+            dist.barrier()  # a rank that is done at once must not leave while others still connect to it
         try:
             value = fn(rank, world_size, *args)
         finally:
