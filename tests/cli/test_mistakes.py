@@ -63,7 +63,7 @@ MISTAKES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("generate", "--load", "x", "--prompt", "a", "--greedy", "--top-p", "0.5"), ("--greedy", "--top-p")),
     (("generate", "--load", "x", "--prompt", "a", "--temperature", "0"), ("--temperature", "--greedy")),
     (("generate", "--load", "x", "--prompt", "a", "--top-p", "1.5"), ("--top-p 1.5",)),
-    (("generate", "--load", "x", "--prompt", "a", "--seed", "3"), ("--seed 3", "nothing is sampled")),
+    (("generate", "--load", "x", "--prompt", "a", "--seed", "3", "--greedy"), ("--greedy with --seed", "not drawn")),
     (
         ("data", "prepare", "--input", "nowhere", "--output-prefix", "x", "--tokenizer-type", "ByteTokenizer"),
         ("nowhere",),

@@ -6,6 +6,9 @@ import sys
 
 import click
 
+# Small models repeat themselves for ever when the likeliest token is always taken.
+TEMPERATURE, TOP_P = 0.7, 0.95
+
 
 @click.command()
 @click.option("--load", required=True, metavar="DIR", help="Folder of a run, or of one checkpoint.")
@@ -13,15 +16,16 @@ import click
     "--ckpt-step", type=click.IntRange(min=0), metavar="INTEGER", help="Iteration to load; default the newest."
 )
 @click.option("--prompt", required=True, metavar="TEXT", help="Text to continue; - reads it from standard input.")
-@click.option("--max-new-tokens", default=200, show_default=True, type=click.IntRange(min=1), metavar="INTEGER")
+@click.option("--max-new-tokens", default=100, show_default=True, type=click.IntRange(min=1), metavar="INTEGER")
+@click.option("--greedy", is_flag=True, help="Always take the likeliest token, instead of drawing one.")
+@click.option("--temperature", type=float, metavar="NUMBER", help="Draw with logits divided by this.  [default: 0.7]")
 @click.option(
-    "--greedy", is_flag=True, help="Always take the likeliest token; the default unless a sampling flag is given."
+    "--top-p",
+    type=float,
+    metavar="NUMBER",
+    help="Draw from the likeliest tokens of this total probability.  [default: 0.95]",
 )
-@click.option("--temperature", type=float, metavar="NUMBER", help="Sample, with logits divided by this (above 0).")
-@click.option(
-    "--top-p", type=float, metavar="NUMBER", help="Sample from the likeliest tokens of this total probability."
-)
-@click.option("--seed", type=click.IntRange(min=0), metavar="INTEGER", help="Seed of the sampling.  [default: 1234]")
+@click.option("--seed", type=click.IntRange(min=0), metavar="INTEGER", help="Seed of the drawing.  [default: 1234]")
 def generate(
     load: str,
     ckpt_step: int | None,
@@ -66,16 +70,15 @@ def sampling(greedy: bool, *, temperature: float | None, top_p: float | None, se
         )
     if top_p is not None and not 0 < top_p <= 1:
         problems.append(f"--top-p {top_p}: must be above 0 and at most 1")
-    samples = temperature is not None or top_p is not None
-    if greedy and samples:
-        problems.append("--greedy with --temperature or --top-p: the likeliest token is not sampled; drop one of them")
-    if seed is not None and not samples:
-        problems.append(f"--seed {seed}: nothing is sampled; give --temperature or --top-p")
+    drawing = {"--temperature": temperature, "--top-p": top_p, "--seed": seed}
+    useless = [flag for flag, value in drawing.items() if value is not None]
+    if greedy and useless:
+        problems.append(f"--greedy with {', '.join(useless)}: the likeliest token is not drawn; drop one of them")
     if problems:
         raise UserError(*problems)
-    if not samples:
+    if greedy:
         return 0.0, 1.0
-    return 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p
+    return TEMPERATURE if temperature is None else temperature, TOP_P if top_p is None else top_p
 
 
 def check_load(load: str, ckpt_step: int | None) -> None:
