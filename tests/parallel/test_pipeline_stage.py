@@ -17,7 +17,7 @@ def test_all_layers_once_or_refused(num_layers: int, num_stages: int) -> None:
     for stage in range(num_stages):
         with pytest.raises(ValueError, match=rf"{num_layers} layers .* {num_stages} pipeline stages") as refusal:
             stage_layers(num_layers, num_stages, stage)
-    named = [int(word) for word in str(refusal.value).split("do: ")[1].split(" or ")]
+    named = [int(word) for word in str(refusal.value).split("parallel-size ")[2].split(" or ")]
     assert named
     for size in named:
         assert stage_layers(num_layers, size, 0)
