@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_parallel.axis import Axis
 from mcore_parallel.collectives import all_reduce, gathered, reduce_scattered
-from mcore_parallel.linear import accumulate_weight_grad, mark_grad_ready, matmul
+from mcore_parallel.weight_grad import accumulate_weight_grad, mark_grad_ready, matmul
 
 _CHUNK_ELEMENTS = 1 << 24
 

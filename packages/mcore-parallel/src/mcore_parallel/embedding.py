@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mcore_parallel.axis import Axis
 from mcore_parallel.collectives import reduce_from, scatter_sequence
-from mcore_parallel.linear import mark_grad_ready
 from mcore_parallel.placement import Placement, place
+from mcore_parallel.weight_grad import mark_grad_ready
 
 
 class _Lookup(torch.autograd.Function):

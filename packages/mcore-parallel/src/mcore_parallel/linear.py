@@ -1,4 +1,5 @@
-"""Column- and row-parallel linear layers whose weight gradients go straight into the main-grad buffer.
+"""Column- and row-parallel linear layers whose weight gradients go straight into the main-grad buffer, at once or
+through the queue of :mod:`mcore_parallel.weight_grad`.
 
 Legend: ``s`` sequence, ``b`` micro-batch, ``/tp`` split over the tensor axis. Shoeybi et al., "Megatron-LM"
 (arXiv:1909.08053); sequence parallelism: Korthikanti et al. (arXiv:2205.05198).
@@ -23,39 +24,9 @@ from mcore_parallel.collectives import (
     scatter_sequence,
 )
 from mcore_parallel.placement import Placement, place
+from mcore_parallel.weight_grad import accumulate_weight_grad, mark_grad_ready, matmul, queue_of
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in the dtype of ``a``; on CPUs through fp32, where 16-bit GEMMs can be 10-45x slower."""
-    if a.device.type == "cpu" and a.dtype in _HALF:
-        return (a.float() @ b.float()).to(a.dtype)
-    return a @ b
-
-
-def accumulate_weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Add ``grad.T @ x`` to ``weight.main_grad`` and return None; without a main grad, return it for autograd.
-
-    ``grad`` ``[t, out]``, ``x`` ``[t, in]``. The caller calls ``grad_ready`` when its micro-batch is done.
-    """
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return matmul(grad.t(), x)
-    if grad.dtype == main_grad.dtype:
-        torch.addmm(main_grad, grad.t(), x, out=main_grad)
-    elif grad.device.type == "cpu":
-        torch.addmm(main_grad, grad.t().to(main_grad.dtype), x.to(main_grad.dtype), out=main_grad)
-    else:
-        main_grad.add_(torch.mm(grad.t(), x, out_dtype=main_grad.dtype))
-    return None
-
-
-def mark_grad_ready(parameter: Tensor) -> None:
-    """Tell the gradient buffer, if there is one, that this use of ``parameter`` has added its gradient."""
-    ready = getattr(parameter, "grad_ready", None)
-    if ready is not None:
-        ready()
 
 
 class _Linear(torch.autograd.Function):
@@ -63,7 +34,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        # Not saved by autograd: under recomputation that would give a copy without main_grad and queue.
+        ctx.weight = weight
         ctx.axis, ctx.sequence, ctx.has_bias = axis, sequence, bias is not None
         full = gathered(x, axis) if sequence else x
         flat = full.reshape(-1, full.shape[-1])
@@ -77,24 +50,63 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        axis, sequence = ctx.axis, ctx.sequence
-        full, gathering = _start_gather(x, axis) if sequence else (x, None)
+        (x,) = ctx.saved_tensors
+        weight, axis = ctx.weight, ctx.axis
         flat_grad = grad.reshape(-1, grad.shape[-1])
+        product = _WeightGrad(weight, flat_grad, x, axis if ctx.sequence else None)
+        queue = queue_of(weight) if ctx.needs_input_grad[1] else None
+        runs_now = ctx.needs_input_grad[1] and queue is None
+        if runs_now:
+            product.start()
         dx = work = None
         if ctx.needs_input_grad[0]:
-            dx, work = _start_input_grad(matmul(flat_grad, weight).view_as(full), axis, sequence)
+            length = x.shape[0] * (axis.size if ctx.sequence else 1)
+            full = matmul(flat_grad, weight).view(length, *x.shape[1:])
+            dx, work = _start_input_grad(full, axis, ctx.sequence)
         weight_grad = bias_grad = None
-        if gathering is not None:
-            gathering.wait()
-        if ctx.needs_input_grad[1]:
-            weight_grad = accumulate_weight_grad(weight, flat_grad, full.reshape(-1, full.shape[-1]))
-            mark_grad_ready(weight)
+        if queue is not None:
+            queue.put(product)
+        elif runs_now:
+            weight_grad = product.run()
         if ctx.has_bias and ctx.needs_input_grad[2]:
             bias_grad = flat_grad.sum(0)
         if work is not None:
             work.wait()
         return dx, weight_grad, bias_grad, None, None
+
+
+class _WeightGrad:
+    """``grad.T @ gather(x)`` of one use of ``weight``: at once, or later from the queue.
+
+    Holds ``x`` ``[s, b, in]`` and ``grad`` ``[s * b, out]``; under sequence parallelism (``axis`` given) the slice of x
+    ``[s/tp, b, in]`` alone, which is gathered when the product runs: the communication of a step stays the same, and
+    what is held while it waits is smaller.
+    """
+
+    def __init__(self, weight: Tensor, grad: Tensor, x: Tensor, axis: Axis | None) -> None:
+        self.weight, self.grad, self.x, self.axis = weight, grad, x, axis
+        self._full, self._gathering = x, cast(Work, None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.grad, self.x))
+
+    def start(self) -> None:
+        if self.axis is not None:
+            self._full, self._gathering = _start_gather(self.x, self.axis)
+
+    def run(self) -> Tensor | None:
+        """Add to the main grad and return None, or return the gradient for autograd."""
+        if self.axis is not None:
+            self._gathering.wait()
+        weight_grad = accumulate_weight_grad(self.weight, self.grad, self._full.reshape(-1, self._full.shape[-1]))
+        mark_grad_ready(self.weight)
+        return weight_grad
+
+    def finish(self) -> None:
+        weight_grad = self.run()
+        if weight_grad is not None:
+            self.weight.grad = weight_grad if self.weight.grad is None else self.weight.grad + weight_grad
 
 
 def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Work]:
