@@ -37,7 +37,7 @@ class Plugin:
 
     @hookimpl
     def mcore_pipeline_schedules(self):
-        return [ScheduleSpec("two-chunks", plan=plan, num_chunks=2)]
+        return [ScheduleSpec("two-chunks", plan=plan, min_chunks=2, max_chunks=2)]
 
 
 def _manager():

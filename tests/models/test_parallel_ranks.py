@@ -116,7 +116,7 @@ class OneBatch:
     def __init__(self, model):
         self.model = model
 
-    def receive_shape(self):
+    def receive_shape(self, micro_batch):
         return self.model.activation_shape(2, 8)
 
     def forward(self, micro_batch, chunk, received):
@@ -137,7 +137,7 @@ def traffic_rank(rank, world, fields, shape, tp, sequence_parallel):
     model = build(fields, layout, stage_of(pp.size, pp.rank), **options)
     buffers = GradBuffers(model.parameters(), layout, bucket_size=shape.bucket_size, sharded=shape.zero)
     schedule = Registry("schedule", plugin_manager(disabled=[]).collect("mcore_pipeline_schedules"))["1f1b"]
-    plan = compile_schedule(schedule, num_stages=pp.size, num_micro_batches=shape.num_micro_batches)
+    plan = compile_schedule(schedule, num_ranks=pp.size, num_micro_batches=shape.num_micro_batches)
     layout.recorder.enabled = True
     buffers.begin_step(shape.num_micro_batches)
     run(plan.for_rank(pp.rank), stage=OneBatch(model), axis=pp)

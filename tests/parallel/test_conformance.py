@@ -50,8 +50,8 @@ class Test1F1B(ScheduleConformance):
 
     spec = ScheduleSpec("1f1b", plan=one_f_one_b.plan)
 
-    def max_live(self, num_stages: int, num_micro_batches: int, rank: int) -> int:
-        return min(num_stages - rank, num_micro_batches)
+    def max_live(self, num_ranks: int, num_micro_batches: int, rank: int) -> int:
+        return min(num_ranks - rank, num_micro_batches)
 
 
 def forgets_the_last_backward(num_stages: int, num_micro_batches: int) -> Any:
@@ -64,7 +64,7 @@ def test_an_incomplete_schedule_fails() -> None:
         "test_legal_cases_are_proven",
         "test_traffic_is_one_message_each_way_per_boundary",
     }
-    assert "short, 1 stages, 1 micro-batches: rank 0, position 1, B0: is never done" in str(
+    assert "short, 1 ranks, 1 micro-batches: rank 0, position 1, B0: is never done" in str(
         failures["test_legal_cases_are_proven"]
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mcore_parallel.axis import Layout, build_layout, single_layout
 from mcore_parallel.mesh import build_mesh
 from mcore_parallel.pipeline import executor
-from mcore_parallel.pipeline.actions import Action, Flow, Kind, Place, looped_flow
+from mcore_parallel.pipeline.actions import Action, Flow, Kind, Place, Step, looped_flow
 from mcore_parallel.pipeline.communication import with_communication
 from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
 from mcore_parallel.pipeline.schedules import one_f_one_b
@@ -51,7 +51,7 @@ class LinearStage:
     device: torch.device = torch.device("cpu")
     calls: list[str] = field(default_factory=list)
 
-    def receive_shape(self) -> tuple[int, ...]:
+    def receive_shape(self, micro_batch: int) -> tuple[int, ...]:
         return (ROWS, WIDTH)
 
     def forward(self, micro_batch: int, chunk: int, received: Tensor | None) -> Tensor:
@@ -96,7 +96,7 @@ def check_gradients(stage: LinearStage, num_micro_batches: int, losses: list[Ten
 def train_1f1b(rank: int, world_size: int, counts: tuple[int, ...]) -> None:
     axis = pp_layout(rank, world_size).axis("pp")
     for num_micro_batches in counts:
-        plan = compile_schedule(SPEC, num_stages=world_size, num_micro_batches=num_micro_batches)
+        plan = compile_schedule(SPEC, num_ranks=world_size, num_micro_batches=num_micro_batches)
         stage = LinearStage(plan.flow, rank)
         result = executor.run(plan.for_rank(rank), stage=stage, axis=axis)
         check_gradients(stage, num_micro_batches, result.losses)
@@ -110,7 +110,7 @@ def test_1f1b_equals_one_process(world_size: int) -> None:
 
 def test_one_stage_without_process_group() -> None:
     axis = single_layout().axis("pp")
-    plan = compile_schedule(SPEC, num_stages=1, num_micro_batches=3)
+    plan = compile_schedule(SPEC, num_ranks=1, num_micro_batches=3)
     stage = LinearStage(plan.flow, 0)
     result = executor.run(plan.for_rank(0), stage=stage, axis=axis)
     check_gradients(stage, 3, result.losses)
@@ -150,7 +150,7 @@ def test_chunks_looped_and_folded(world_size: int) -> None:
 def evaluate(rank: int, world_size: int) -> None:
     axis = pp_layout(rank, world_size).axis("pp")
     for num_micro_batches in (1, 2, 5, 9):
-        plan = compile_forward(SPEC, num_stages=world_size, num_micro_batches=num_micro_batches)
+        plan = compile_forward(SPEC, num_ranks=world_size, num_micro_batches=num_micro_batches)
         stage = LinearStage(plan.flow, rank)
         result = executor.run_forward(plan.for_rank(rank), stage=stage, axis=axis)
         assert all(layer.weight.grad is None for layer in stage.layers)
@@ -163,29 +163,34 @@ def test_evaluation_runs_forward_only() -> None:
     run_ranks(evaluate, 4)
 
 
-def log_last_backward(rank: int, world_size: int) -> list[str]:
+def log_collectives(rank: int, world_size: int) -> list[str]:
     axis = pp_layout(rank, world_size).axis("pp")
-    plan = compile_schedule(SPEC, num_stages=world_size, num_micro_batches=3)
+    plan = compile_schedule(SPEC, num_ranks=world_size, num_micro_batches=3).for_rank(rank)
+    gather, reduce = (Step((Action(kind, 0),)) for kind in (Kind.GATHER, Kind.REDUCE))
     stage = LinearStage(plan.flow, rank)
-    mine = [layer for layer in stage.layers if layer is stage.layers[stage_layers(NUM_LAYERS, world_size, rank)[0]]]
-    mine[0].weight.register_post_accumulate_grad_hook(lambda _: stage.calls.append("B"))
+    first = stage.layers[stage_layers(NUM_LAYERS, world_size, rank)[0]]
+    first.weight.register_post_accumulate_grad_hook(lambda _: stage.calls.append("B"))
     executor.run(
-        plan.for_rank(rank), stage=stage, axis=axis, before_last_backward=lambda: stage.calls.append("last is next")
+        replace(plan, steps=(gather, *plan.steps, reduce)),
+        stage=stage,
+        axis=axis,
+        reduce=lambda chunk: stage.calls.append(f"R{chunk}"),
+        gather=lambda chunk: stage.calls.append(f"G{chunk}"),
     )
     return stage.calls
 
 
-def test_hook_runs_right_before_the_last_backward() -> None:
-    for calls in run_ranks(log_last_backward, 2):
+def test_collective_actions_call_back_where_the_plan_has_them() -> None:
+    for calls in run_ranks(log_collectives, 2):
         assert calls.count("B") == 3
-        assert calls[-2:] == ["last is next", "B"]
-        assert calls.count("last is next") == 1
+        assert (calls[0], calls[1], calls[-2], calls[-1]) == ("G0", "F0", "B", "R0")
+        assert len(calls) == 8
 
 
 def count_traffic(rank: int, world_size: int) -> dict[tuple[str, str], int]:
     layout = pp_layout(rank, world_size)
     layout.recorder.enabled = True
-    plan = compile_schedule(SPEC, num_stages=world_size, num_micro_batches=5)
+    plan = compile_schedule(SPEC, num_ranks=world_size, num_micro_batches=5)
     executor.run(plan.for_rank(rank), stage=LinearStage(plan.flow, rank), axis=layout.axis("pp"))
     return layout.recorder.totals()
 
@@ -250,7 +255,7 @@ class VectorLoss(LinearStage):
 
 
 def test_a_loss_that_is_not_summed_is_refused() -> None:
-    plan = compile_schedule(SPEC, num_stages=1, num_micro_batches=1)
+    plan = compile_schedule(SPEC, num_ranks=1, num_micro_batches=1)
     with pytest.raises(ValueError, match=r"0-d summed loss, got shape \(2,\)"):
         executor.run(plan.for_rank(0), stage=VectorLoss(plan.flow, 0), axis=single_layout().axis("pp"))
 
@@ -272,9 +277,9 @@ def test_an_output_that_ignores_its_input_is_refused() -> None:
 
 def test_plans_are_run_for_what_they_are() -> None:
     axis = single_layout().axis("pp")
-    train = compile_schedule(SPEC, num_stages=1, num_micro_batches=1)
-    forward = compile_forward(SPEC, num_stages=1, num_micro_batches=1)
-    other = compile_schedule(SPEC, num_stages=2, num_micro_batches=1)
+    train = compile_schedule(SPEC, num_ranks=1, num_micro_batches=1)
+    forward = compile_forward(SPEC, num_ranks=1, num_micro_batches=1)
+    other = compile_schedule(SPEC, num_ranks=2, num_micro_batches=1)
     stage = LinearStage(train.flow, 0)
     with pytest.raises(ValueError, match="forward only"):
         executor.run(forward.for_rank(0), stage=stage, axis=axis)

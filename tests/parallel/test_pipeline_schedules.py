@@ -74,20 +74,20 @@ def test_1f1b_closed_forms(num_stages: int, num_micro_batches: int) -> None:
     compute = one_f_one_b.plan(num_stages, num_micro_batches)
     span = makespan(compute, looped_flow(num_stages), {Kind.FORWARD: 1, Kind.BACKWARD: 2})
     assert span == (num_micro_batches + num_stages - 1) * 3
-    report = verify(compile_schedule(SPEC, num_stages=num_stages, num_micro_batches=num_micro_batches))
+    report = verify(compile_schedule(SPEC, num_ranks=num_stages, num_micro_batches=num_micro_batches))
     assert report.peak_live == tuple(min(num_stages - rank, num_micro_batches) for rank in range(num_stages))
     assert report.num_messages == 2 * num_micro_batches * (num_stages - 1)
 
 
 def test_a_large_pipeline() -> None:
-    report = verify(compile_schedule(SPEC, num_stages=64, num_micro_batches=512))
+    report = verify(compile_schedule(SPEC, num_ranks=64, num_micro_batches=512))
     assert report.peak_live == tuple(range(64, 0, -1))
     assert report.num_messages == 2 * 512 * 63
 
 
 def test_neighbours_exchange_in_one_group() -> None:
     """In the steady state, an activation down and a gradient up go together, so that neither can wait for the other."""
-    plan = compile_schedule(SPEC, num_stages=2, num_micro_batches=3)
+    plan = compile_schedule(SPEC, num_ranks=2, num_micro_batches=3)
     assert [" ".join(map(str, steps)) for steps in plan.steps] == [
         "F0 SF0 F1 SF1 RB0 B0 F2 SF2+RB1 B1 RB2 B2",
         "RF0 F0 RF1 B0 SB0 F1 B1 RF2+SB1 F2 B2 SB2",
@@ -96,7 +96,7 @@ def test_neighbours_exchange_in_one_group() -> None:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
 def test_forward_plan(num_micro_batches: int) -> None:
-    plan = compile_forward(SPEC, num_stages=3, num_micro_batches=num_micro_batches)
+    plan = compile_forward(SPEC, num_ranks=3, num_micro_batches=num_micro_batches)
     assert verify(plan).num_messages == 2 * num_micro_batches
     assert verify(plan).peak_live == (1, 1, 1)
     assert {action.kind for steps in plan.steps for step in steps for action in step.actions} == {
@@ -107,8 +107,8 @@ def test_forward_plan(num_micro_batches: int) -> None:
 
 
 def test_forward_plan_refuses_nothing_to_do() -> None:
-    with pytest.raises(ValueError, match="got 2 stages and 0 micro-batches"):
-        compile_forward(SPEC, num_stages=2, num_micro_batches=0)
+    with pytest.raises(ValueError, match="got 2 ranks and 0 micro-batches"):
+        compile_forward(SPEC, num_ranks=2, num_micro_batches=0)
 
 
 def folded_flow(num_ranks: int) -> Flow:
@@ -185,10 +185,12 @@ def test_a_chunk_outside_the_flow_is_refused() -> None:
 def test_a_schedule_that_breaks_its_spec_is_refused() -> None:
     one_rank = ScheduleSpec("short", plan=lambda num_stages, num_micro_batches: one_f_one_b.plan(1, num_micro_batches))
     with pytest.raises(ScheduleError, match="the schedule plans 1 ranks, but there are 2"):
-        compile_schedule(one_rank, num_stages=2, num_micro_batches=1)
-    two_chunks = ScheduleSpec("promises two", plan=one_f_one_b.plan, num_chunks=2)
+        compile_schedule(one_rank, num_ranks=2, num_micro_batches=1)
+    two_chunks = ScheduleSpec(
+        "promises two", plan=lambda p, m, num_chunks: one_f_one_b.plan(p, m), min_chunks=2, max_chunks=2
+    )
     with pytest.raises(ScheduleError, match="waits for B0.1 of rank 0"):
-        compile_schedule(two_chunks, num_stages=2, num_micro_batches=1)
+        compile_schedule(two_chunks, num_ranks=2, num_micro_batches=1)
 
 
 def test_forward_plan_goes_chunk_by_chunk() -> None:

@@ -358,7 +358,7 @@ def test_a_plan_of_another_size_than_its_flow_is_refused() -> None:
 
 
 def test_a_backward_in_a_forward_plan_is_refused() -> None:
-    plan = compile_forward(ScheduleSpec("1f1b", plan=one_f_one_b.plan), num_stages=2, num_micro_batches=1)
+    plan = compile_forward(ScheduleSpec("1f1b", plan=one_f_one_b.plan), num_ranks=2, num_micro_batches=1)
     assert is_right(plan)
     steps = [*plan.steps[0], step(Action(Kind.BACKWARD, 0))]
     with pytest.raises(ScheduleError, match="B0: this plan is forward only"):

@@ -71,7 +71,7 @@ class Scale:
     def __post_init__(self) -> None:
         self.weight = torch.tensor(float(self.rank + 2), dtype=self.dtype, requires_grad=True)
 
-    def receive_shape(self) -> tuple[int, ...]:
+    def receive_shape(self, micro_batch: int) -> tuple[int, ...]:
         return (1,)
 
     def forward(self, micro_batch: int, chunk: int, received: Tensor | None) -> Tensor:
@@ -82,7 +82,7 @@ class Scale:
 
 def train_step(rank: int, world_size: int) -> tuple[float, list[float], int]:
     axis = build_layout(build_mesh(world_size, pp=world_size), rank).axis("pp")
-    plan = compile_schedule(mcore_pipeline_schedules()[0], num_stages=world_size, num_micro_batches=3)
+    plan = compile_schedule(mcore_pipeline_schedules()[0], num_ranks=world_size, num_micro_batches=3)
     stage = Scale(rank, axis.is_last)
     result = executor.run(plan.for_rank(rank), stage=stage, axis=axis)
     assert stage.weight.grad is not None

@@ -134,14 +134,14 @@ def build_plans(config: RunConfig, layout: Layout, *, manager: PluginManager) ->
     pp, dp = layout.axis("pp"), layout.axis("dp").size
     schedules = Registry("pipeline schedule", manager.collect("mcore_pipeline_schedules"))
     schedule = schedules[config.parallel.pipeline_schedule]
-    if schedule.num_chunks != 1:
+    if schedule.min_chunks != 1:
         raise ValueError(
-            f"--pipeline-schedule {schedule.name} needs {schedule.num_chunks} model chunks per rank; stages hold one: "
-            f"use one of {', '.join(spec.name for spec in schedules if spec.num_chunks == 1)}"
+            f"--pipeline-schedule {schedule.name} needs {schedule.min_chunks} model chunks per rank; stages hold one: "
+            f"use one of {', '.join(spec.name for spec in schedules if spec.min_chunks == 1)}"
         )
     count = num_micro_batches(global_batch_size(config, dp), config.train.micro_batch_size, dp)
-    train = compile_schedule(schedule, num_stages=pp.size, num_micro_batches=count)
-    forward = compile_forward(schedule, num_stages=pp.size, num_micro_batches=count)
+    train = compile_schedule(schedule, num_ranks=pp.size, num_micro_batches=count)
+    forward = compile_forward(schedule, num_ranks=pp.size, num_micro_batches=count)
     return train.for_rank(pp.rank), forward.for_rank(pp.rank)
 
 

@@ -218,34 +218,45 @@ def plugin_manager(disabled: Iterable[str] | None = None) -> PluginManager:
 
 
 class Registry(Generic[Spec]):
-    """Specs of one kind by name. Refuses duplicates; answers an unknown name with those it knows."""
+    """Specs of one kind by name or by any of their ``aliases``, if they have some.
+
+    Refuses duplicates; answers an unknown name with those it knows.
+    """
 
     def __init__(self, kind: str, specs: Iterable[Spec]) -> None:
         self.kind = kind
         self._specs: dict[str, Spec] = {}
+        self._aliases: dict[str, Spec] = {}
         for spec in specs:
-            if spec.name in self._specs:
-                raise PluginError(
-                    f"two plugins register the {kind} {spec.name!r}; disable one with {DISABLED_VARIABLE}"
-                )
-            self._specs[spec.name] = spec
+            self._specs[self._unused(spec.name)] = spec
+            for alias in getattr(spec, "aliases", ()):
+                self._aliases[self._unused(alias)] = spec
+
+    def _unused(self, name: str) -> str:
+        if name in self:
+            raise PluginError(f"two plugins register the {self.kind} {name!r}; disable one with {DISABLED_VARIABLE}")
+        return name
 
     def __getitem__(self, name: str) -> Spec:
-        try:
-            return self._specs[name]
-        except KeyError:
-            hint = _did_you_mean(name, self._specs)
-            raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(self.names())})") from None
+        spec = self._specs.get(name) or self._aliases.get(name)
+        if spec is None:
+            hint = _did_you_mean(name, [*self._specs, *self._aliases])
+            raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(self.names())})")
+        return spec
 
     def __contains__(self, name: object) -> bool:
-        return name in self._specs
+        return name in self._specs or name in self._aliases
 
     def __iter__(self) -> Iterator[Spec]:
         return iter(self._specs.values())
 
     def names(self) -> list[str]:
-        """All registered names, sorted."""
+        """All registered names, sorted, without aliases."""
         return sorted(self._specs)
+
+    def aliases(self) -> list[str]:
+        """All further names by which specs can be had, sorted."""
+        return sorted(self._aliases)
 
 
 def lazy(target: str) -> Callable[..., Any]:

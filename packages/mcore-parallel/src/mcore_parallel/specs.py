@@ -6,18 +6,86 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_parallel.pipeline.actions import Action, Flow, looped_flow
+
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A pipeline schedule: ``plan(num_stages, num_micro_batches)`` returns each rank's list of compute actions.
+    """A pipeline schedule: a pure function from sizes to each rank's list of compute actions.
 
-    ``num_chunks`` is the number of model chunks a rank holds (1 without virtual stages).
+    ``plan(num_ranks, num_micro_batches)`` returns one list of :class:`~mcore_parallel.pipeline.actions.Action` per
+    rank. It also gets the keyword ``num_chunks`` (model chunks per rank) unless the schedule takes one chunk alone, and
+    those of ``options`` that are set.
+
+    ``min_chunks``, ``max_chunks``: how many chunks a rank may hold (``max_chunks=None``: any number above).
+    ``flow(num_ranks, num_chunks)``: where the stages live. ``legal``, called as ``plan`` is: why the schedule cannot
+    run these sizes, with the nearest that it can, or None. ``options``: names of further keywords (``group_size``).
+    ``splits_backward``: whether plans hold input-gradient and weight-gradient passes.
+    ``aliases``: other names that users know it by. ``bubble``, ``memory``, ``paper``: for people.
     """
 
     name: str
     plan: Callable[..., Any]
-    num_chunks: int = 1
+    min_chunks: int = 1
+    max_chunks: int | None = 1
+    flow: Callable[[int, int], Flow] = looped_flow
+    legal: Callable[..., str | None] | None = None
+    options: tuple[str, ...] = ()
+    splits_backward: bool = False
+    aliases: tuple[str, ...] = ()
     summary: str = ""
+    bubble: str = ""
+    memory: str = ""
+    paper: str = ""
+
+    def why_illegal(
+        self, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None, **options: Any
+    ) -> str | None:
+        """Why the schedule cannot run these sizes, with the nearest legal ones; None if it can.
+
+        ``num_chunks``: model chunks per rank, by default the fewest that the schedule takes.
+        """
+        chunks = self.min_chunks if num_chunks is None else num_chunks
+        if num_ranks < 1 or num_micro_batches < 1:
+            return (
+                f"{self.name} needs at least one rank and one micro-batch, "
+                f"got {num_ranks} ranks and {num_micro_batches} micro-batches"
+            )
+        if chunks < self.min_chunks or (self.max_chunks is not None and chunks > self.max_chunks):
+            return f"{self.name} needs {self._chunk_words()} per rank, got {chunks}"
+        unknown = sorted(name for name, value in options.items() if value is not None and name not in self.options)
+        if unknown:
+            return f"{self.name} takes no {', '.join(unknown)} (it takes {', '.join(self.options) or 'no options'})"
+        return None if self.legal is None else self._call(self.legal, num_ranks, num_micro_batches, chunks, options)
+
+    def actions(
+        self, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None, **options: Any
+    ) -> list[list[Action]]:
+        """Each rank's compute actions.
+
+        Raises:
+            ValueError: the sizes are illegal; the text of :meth:`why_illegal`.
+        """
+        reason = self.why_illegal(num_ranks, num_micro_batches, num_chunks, **options)
+        if reason is not None:
+            raise ValueError(reason)
+        chunks = self.min_chunks if num_chunks is None else num_chunks
+        plan: list[list[Action]] = self._call(self.plan, num_ranks, num_micro_batches, chunks, options)
+        return plan
+
+    def _call(
+        self, function: Callable[..., Any], num_ranks: int, num_micro_batches: int, chunks: int, options: dict[str, Any]
+    ) -> Any:
+        keywords = {name: value for name, value in options.items() if value is not None}
+        if (self.min_chunks, self.max_chunks) != (1, 1):
+            keywords["num_chunks"] = chunks
+        return function(num_ranks, num_micro_batches, **keywords)
+
+    def _chunk_words(self) -> str:
+        few, many = self.min_chunks, self.max_chunks
+        if few == many:
+            return f"exactly {few} model chunk{'s' if few > 1 else ''}"
+        return f"at least {few} model chunks" if many is None else f"{few} to {many} model chunks"
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,20 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    REDUCE = "R"
+    GATHER = "G"
     SEND_FORWARD = "SF"
     RECV_FORWARD = "RF"
     SEND_BACKWARD = "SB"
     RECV_BACKWARD = "RB"
 
 
-COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD})
+COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD})
+"""Passes that yield the gradient of the chunk's input."""
+COLLECTIVE_KINDS = frozenset({Kind.REDUCE, Kind.GATHER})
 SEND_KINDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVE_KINDS = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 COMMUNICATION_KINDS = SEND_KINDS | RECEIVE_KINDS
@@ -34,9 +41,13 @@ COMMUNICATION_KINDS = SEND_KINDS | RECEIVE_KINDS
 class Action(NamedTuple):
     """One thing that one rank does for one micro-batch on one of its chunks.
 
-    ``FORWARD`` and ``BACKWARD`` run the chunk. ``SEND_FORWARD`` sends the chunk's output downstream, ``RECV_FORWARD``
-    receives the chunk's input, ``RECV_BACKWARD`` receives the gradient of its output, ``SEND_BACKWARD`` sends the
-    gradient of its input upstream.
+    ``FORWARD`` and ``BACKWARD`` run the chunk. A backward may be split: ``INPUT_GRAD`` makes the gradient of the
+    chunk's input and leaves the weight gradients for a later ``WEIGHT_GRAD``; the two together are one ``BACKWARD``.
+    ``SEND_FORWARD`` sends the chunk's output downstream, ``RECV_FORWARD`` receives the chunk's input,
+    ``RECV_BACKWARD`` receives the gradient of its output, ``SEND_BACKWARD`` sends the gradient of its input upstream.
+
+    ``REDUCE`` starts the data-parallel reduction of the chunk's weight gradients, ``GATHER`` makes the chunk's weights
+    whole (under ZeRO); both concern all micro-batches, and their ``micro_batch`` is 0.
     """
 
     kind: Kind
@@ -45,7 +56,8 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         chunk = f".{self.chunk}" if self.chunk else ""
-        return f"{self.kind.value}{self.micro_batch}{chunk}"
+        micro_batch = "" if self.kind in COLLECTIVE_KINDS else self.micro_batch
+        return f"{self.kind.value}{micro_batch}{chunk}"
 
 
 class Place(NamedTuple):
@@ -57,7 +69,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One compute action alone, or communication actions that are posted together.
+    """One compute or collective action alone, or sends and receives that are posted together.
 
     Posting together matters: with rendezvous semantics (NCCL's), two neighbours that each send first would wait for
     each other for ever.
@@ -122,6 +134,17 @@ def looped_flow(num_ranks: int, num_chunks: int = 1) -> Flow:
     if num_ranks < 1 or num_chunks < 1:
         raise ValueError(f"a pipeline needs at least one rank and one chunk, got {num_ranks} and {num_chunks}")
     return Flow(tuple(Place(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)))
+
+
+def v_flow(num_ranks: int, num_chunks: int = 2) -> Flow:
+    """Down the ranks and back: stages ``rank`` and ``2 * num_ranks - 1 - rank`` live on ``rank``.
+
+    The first and the last stage share rank 0, and the two middle stages the last rank.
+    """
+    if num_ranks < 1 or num_chunks != 2:
+        raise ValueError(f"a V needs at least one rank and two chunks per rank, got {num_ranks} and {num_chunks}")
+    down = tuple(Place(rank, 0) for rank in range(num_ranks))
+    return Flow((*down, *(Place(rank, 1) for rank in reversed(range(num_ranks)))))
 
 
 @dataclass(frozen=True)

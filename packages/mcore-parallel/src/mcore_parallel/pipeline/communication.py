@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mcore_parallel.pipeline.actions import (
     COMPUTE_KINDS,
+    GRADIENT_KINDS,
     Action,
     ComputePlan,
     Flow,
@@ -94,6 +95,8 @@ class _Rounds:
         return action if self._source(rank, action) is None or action in self._arrived[rank] else None
 
     def _source(self, rank: int, action: Action) -> Place | None:
+        if action.kind is Kind.WEIGHT_GRAD:
+            return None  # what it needs is on its own rank; verify() checks the order
         neighbours = self._upstream if action.kind is Kind.FORWARD else self._downstream
         try:
             return neighbours[Place(rank, action.chunk)]
@@ -106,11 +109,14 @@ class _Rounds:
             ) from None
 
     def _deliver(self, rank: int, action: Action, groups: dict[int, list[Action]]) -> None:
+        if action.kind is Kind.WEIGHT_GRAD:
+            return
         forward = action.kind is Kind.FORWARD
         target = (self._downstream if forward else self._upstream)[Place(rank, action.chunk)]
         if target is None:
             return
-        self._arrived[target.rank].add(Action(action.kind, action.micro_batch, target.chunk))
+        for kind in (Kind.FORWARD,) if forward else GRADIENT_KINDS:
+            self._arrived[target.rank].add(Action(kind, action.micro_batch, target.chunk))
         if target.rank == rank:
             return
         send, receive = (Kind.SEND_FORWARD, Kind.RECV_FORWARD) if forward else (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
@@ -132,7 +138,8 @@ class _Rounds:
 
     def _can_come(self, rank: int) -> bool:
         _, source_rank, needed = self._wanted(rank)
-        return needed in self.compute[source_rank][self.next[source_rank] :]
+        makers = [needed._replace(kind=kind) for kind in GRADIENT_KINDS] if needed.kind in GRADIENT_KINDS else [needed]
+        return any(action in makers for action in self.compute[source_rank][self.next[source_rank] :])
 
     def _wanted(self, rank: int) -> tuple[Action, int, Action]:
         action = self.compute[rank][self.next[rank]]

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mcore_parallel.pipeline.actions import (
+    COMMUNICATION_KINDS,
     COMPUTE_KINDS,
     SEND_KINDS,
     Action,
@@ -27,12 +28,16 @@ _DOWNSTREAM_KINDS = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})
 class Report:
     """What the proof found.
 
-    ``peak_live``: per rank, the most chunk activations held at once (forwards done, backward still to come); at most
-    one in a forward-only plan. ``num_messages``: tensors that cross ranks in all.
+    Per rank, ``peak_live``: the most chunk activations held at once (forwards done, the backward or input-gradient
+    pass still to come; at most one in a forward-only plan); ``peak_deferred``: the most weight-gradient passes that
+    wait (input gradients done, weight gradients to come); ``peak_held``: the most of both together.
+    ``num_messages``: tensors that cross ranks in all.
     """
 
     peak_live: tuple[int, ...]
     num_messages: int
+    peak_deferred: tuple[int, ...] = ()
+    peak_held: tuple[int, ...] = ()
 
 
 def verify(plan: Plan) -> Report:
@@ -59,7 +64,12 @@ def verify(plan: Plan) -> Report:
             _match(stream, stream.counterpart)
     _Progress(ranks).play()
     messages = sum(len(stream.tags) for stream in streams.values() if stream.is_send)
-    return Report(tuple(rank.peak_live for rank in ranks), messages)
+    return Report(
+        peak_live=tuple(rank.peak_live for rank in ranks),
+        peak_deferred=tuple(rank.peak_deferred for rank in ranks),
+        peak_held=tuple(rank.peak_held for rank in ranks),
+        num_messages=messages,
+    )
 
 
 @dataclass(eq=False)
@@ -100,7 +110,7 @@ def _stream(streams: dict[tuple[int, int, bool], Stream], rank: int, peer: int, 
 
 def _routes(flow: Flow, rank: int, streams: dict[tuple[int, int, bool], Stream]) -> Routes:
     """By kind and chunk, the route of each communication action that ``rank`` may do."""
-    routes: Routes = {kind: [None] * flow.num_chunks for kind in Kind if kind not in COMPUTE_KINDS}
+    routes: Routes = {kind: [None] * flow.num_chunks for kind in COMMUNICATION_KINDS}
     for kind, by_chunk in routes.items():
         for chunk in range(flow.num_chunks):
             peer = flow.downstream(rank, chunk) if kind in _DOWNSTREAM_KINDS else flow.upstream(rank, chunk)
@@ -138,7 +148,8 @@ def _needs(flow: Flow, rank: int, chunk: int, *, backward: bool) -> Needs:
         before.append((Kind.RECV_BACKWARD, chunk))
     elif downstream is not None:
         before.append((Kind.BACKWARD, downstream.chunk))
-    needs[Kind.BACKWARD, chunk] = tuple(before)
+    needs[Kind.BACKWARD, chunk] = needs[Kind.INPUT_GRAD, chunk] = tuple(before)
+    needs[Kind.WEIGHT_GRAD, chunk] = ((Kind.INPUT_GRAD, chunk),)
     if arrives:
         needs[Kind.SEND_BACKWARD, chunk] = ((Kind.BACKWARD, chunk),)
     return needs
@@ -161,13 +172,14 @@ class _RankCheck:
     routes: Routes
     groups: list[_Group] = field(default_factory=list)
     peak_live: int = 0
+    peak_deferred: int = 0
+    peak_held: int = 0
 
     def run(self) -> None:
         needs: Needs = {}
         for chunk in range(self.plan.flow.num_chunks):
             needs |= _needs(self.plan.flow, self.rank, chunk, backward=self.plan.backward)
         done: dict[Action, int] = {}
-        live = 0
         for position, step in enumerate(self.plan.steps[self.rank]):
             actions = step.actions
             if len(actions) != 1:
@@ -176,15 +188,28 @@ class _RankCheck:
                 self._check_action(position, action, needs, done)
             for action in actions:
                 done[action] = position
-            kind = actions[0].kind
-            if kind not in COMPUTE_KINDS:
+                if action.kind is Kind.INPUT_GRAD:
+                    # An input gradient stands in for the backward in all that follows, and excludes it.
+                    done[action._replace(kind=Kind.BACKWARD)] = position
+            if actions[0].kind in COMMUNICATION_KINDS:
                 self.groups.append(_Group(position, actions, [self._join_stream(position, a) for a in actions]))
-            elif kind is Kind.BACKWARD:
-                live -= 1
-            else:
+        self._count(done)
+        self._check_complete(needs, done)
+
+    def _count(self, done: dict[Action, int]) -> None:
+        live = deferred = 0
+        for kind, _, _ in done:
+            if kind is Kind.FORWARD:
                 self.peak_live = max(self.peak_live, live + 1)
                 live += self.plan.backward
-        self._check_complete(needs, done)
+            elif kind is Kind.BACKWARD:
+                live -= 1
+            elif kind is Kind.INPUT_GRAD:
+                deferred += 1
+            elif kind is Kind.WEIGHT_GRAD:
+                deferred -= 1
+            self.peak_deferred = max(self.peak_deferred, deferred)
+            self.peak_held = max(self.peak_held, live + deferred, self.peak_live and 1)
 
     def _join_stream(self, position: int, action: Action) -> Stream:
         route = self.routes[action.kind][action.chunk]
@@ -215,6 +240,8 @@ class _RankCheck:
             raise self._fail(f"there are {self.plan.num_micro_batches} micro-batches, from 0", position, action)
         if action in done:
             raise self._fail(f"is done twice, first at position {done[action]}", position, action)
+        if kind is Kind.INPUT_GRAD and (whole := action._replace(kind=Kind.BACKWARD)) in done:
+            raise self._fail(f"is done twice, first as {whole} at position {done[whole]}", position, action)
         for earlier, earlier_chunk in needed:
             if (earlier, micro_batch, earlier_chunk) not in done:  # an Action equals the plain tuple
                 missing = Action(earlier, micro_batch, earlier_chunk)
@@ -223,21 +250,22 @@ class _RankCheck:
     def _why_foreign(self, action: Action) -> str:
         if not 0 <= action.chunk < self.plan.flow.num_chunks:
             return f"rank {self.rank} has no chunk {action.chunk} (it has {self.plan.flow.num_chunks})"
-        if not self.plan.backward and (action.kind is Kind.BACKWARD or action.kind in _GRADIENT_KINDS):
+        if not self.plan.backward and action.kind not in (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD):
             return "this plan is forward only"
         stage = self.plan.flow.stages[Place(self.rank, action.chunk)]
         return f"stage {stage} of {self.plan.flow.num_stages} has no other rank to exchange this with"
 
     def _check_complete(self, needs: Needs, done: dict[Action, int]) -> None:
-        if len(done) == len(needs) * self.plan.num_micro_batches:
-            return  # all were legal and different, so none is missing
-        missing = next(
-            action
-            for kind, chunk in needs
-            for micro_batch in range(self.plan.num_micro_batches)
-            if (action := Action(kind, micro_batch, chunk)) not in done
-        )
-        raise self._fail("is never done", len(self.plan.steps[self.rank]), missing)
+        end = len(self.plan.steps[self.rank])
+        for kind, chunk in needs:
+            for micro_batch in range(self.plan.num_micro_batches):
+                action = Action(kind, micro_batch, chunk)
+                if kind is Kind.INPUT_GRAD or action in done:
+                    continue
+                if kind is not Kind.WEIGHT_GRAD:
+                    raise self._fail("is never done", end, action)
+                if action._replace(kind=Kind.INPUT_GRAD) in done:
+                    raise self._fail("is never done, so this micro-batch's weight gradients are lost", end, action)
 
 
 def _match(sends: Stream, receives: Stream) -> None:

@@ -26,103 +26,102 @@ class ScheduleConformance:
     """What every :class:`~mcore_parallel.specs.ScheduleSpec` must do.
 
     Set ``spec``; override ``is_legal`` if the schedule refuses some numbers (it must do so with ``ValueError``) and
-    ``max_live`` to hold it to a bound on live activations. ``stages`` and ``micro_batches`` span the grid of cases.
+    ``max_live`` to hold it to a bound on live activations. ``ranks`` and ``micro_batches`` span the grid of cases.
     """
 
     spec: ClassVar[ScheduleSpec]
-    stages: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
+    ranks: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
     micro_batches: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 8, 17)
 
-    def is_legal(self, num_stages: int, num_micro_batches: int) -> bool:
+    def is_legal(self, num_ranks: int, num_micro_batches: int) -> bool:
         """Whether the schedule accepts these numbers."""
         return True
 
-    def max_live(self, num_stages: int, num_micro_batches: int, rank: int) -> int:
+    def max_live(self, num_ranks: int, num_micro_batches: int, rank: int) -> int:
         """The most chunk activations that ``rank`` may hold at once."""
-        return num_micro_batches * self.spec.num_chunks
+        return num_micro_batches * self.spec.min_chunks
 
     def test_legal_cases_are_proven(self) -> None:
         """Complete, in order, matched and free of deadlock, with as many live activations as it says."""
-        for num_stages, num_micro_batches in self._legal():
-            _, report = self._proven(num_stages, num_micro_batches)
+        for num_ranks, num_micro_batches in self._legal():
+            _, report = self._proven(num_ranks, num_micro_batches)
             for rank, live in enumerate(report.peak_live):
-                bound = self.max_live(num_stages, num_micro_batches, rank)
-                case = self._case(num_stages, num_micro_batches)
+                bound = self.max_live(num_ranks, num_micro_batches, rank)
+                case = self._case(num_ranks, num_micro_batches)
                 assert live <= bound, f"{case}: rank {rank} holds {live} live activations, at most {bound}"
 
     def test_traffic_is_one_message_each_way_per_boundary(self) -> None:
         """Boundaries between ranks times micro-batches, once forward and once backward."""
-        for num_stages, num_micro_batches in self._legal():
-            plan, report = self._proven(num_stages, num_micro_batches)
+        for num_ranks, num_micro_batches in self._legal():
+            plan, report = self._proven(num_ranks, num_micro_batches)
             places = plan.flow.places
             boundaries = sum(a.rank != b.rank for a, b in zip(places, places[1:], strict=False))
-            assert report.num_messages == 2 * boundaries * num_micro_batches, self._case(num_stages, num_micro_batches)
+            assert report.num_messages == 2 * boundaries * num_micro_batches, self._case(num_ranks, num_micro_batches)
 
     def test_illegal_cases_are_refused(self) -> None:
         """By a ValueError that holds both numbers, before anything runs."""
-        for num_stages, num_micro_batches in self._grid():
-            if self.is_legal(num_stages, num_micro_batches):
+        for num_ranks, num_micro_batches in self._grid():
+            if self.is_legal(num_ranks, num_micro_batches):
                 continue
-            message = self._refusal(num_stages, num_micro_batches)
-            assert str(num_stages) in message, message
+            message = self._refusal(num_ranks, num_micro_batches)
+            assert str(num_ranks) in message, message
             assert str(num_micro_batches) in message, message
 
     def test_numbers_below_one_are_refused(self) -> None:
-        """No stage or no micro-batch is a mistake, not an empty plan."""
-        for num_stages, num_micro_batches in ((0, 1), (1, 0), (2, -1)):
-            self._refusal(num_stages, num_micro_batches)
+        """No rank or no micro-batch is a mistake, not an empty plan."""
+        for num_ranks, num_micro_batches in ((0, 1), (1, 0), (2, -1)):
+            self._refusal(num_ranks, num_micro_batches)
 
     def test_plan_is_pure(self) -> None:
         """Ranks plan for themselves and must agree: equal numbers give equal plans, and no list is shared."""
-        for num_stages, num_micro_batches in self._legal():
-            first = self._compute(num_stages, num_micro_batches)
+        for num_ranks, num_micro_batches in self._legal():
+            first = self._compute(num_ranks, num_micro_batches)
             expected = copy.deepcopy(first)
             for actions in first:
                 if isinstance(actions, list):
                     actions.clear()
-            again = self._compute(num_stages, num_micro_batches)
-            assert again == expected, self._case(num_stages, num_micro_batches)
+            again = self._compute(num_ranks, num_micro_batches)
+            assert again == expected, self._case(num_ranks, num_micro_batches)
 
     def test_plan_holds_compute_alone(self) -> None:
         """Sends and receives are derived, and chunks stay within what the spec declares."""
-        for num_stages, num_micro_batches in self._legal():
-            for actions in self._compute(num_stages, num_micro_batches):
+        for num_ranks, num_micro_batches in self._legal():
+            for actions in self._compute(num_ranks, num_micro_batches):
                 for action in actions:
-                    where = f"{self._case(num_stages, num_micro_batches)}: {action}"
+                    where = f"{self._case(num_ranks, num_micro_batches)}: {action}"
                     assert action.kind in COMPUTE_KINDS, where
-                    assert 0 <= action.chunk < self.spec.num_chunks, where
+                    assert 0 <= action.chunk < self.spec.min_chunks, where
 
     def test_evaluation_is_proven(self) -> None:
         """The forward-only plan with the schedule's chunks."""
-        for num_stages, num_micro_batches in self._grid():
-            compile_forward(self.spec, num_stages=num_stages, num_micro_batches=num_micro_batches)
+        for num_ranks, num_micro_batches in self._grid():
+            compile_forward(self.spec, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
 
     def _grid(self) -> Iterator[tuple[int, int]]:
-        return ((p, m) for p in self.stages for m in self.micro_batches)
+        return ((p, m) for p in self.ranks for m in self.micro_batches)
 
     def _legal(self) -> Iterator[tuple[int, int]]:
         return ((p, m) for p, m in self._grid() if self.is_legal(p, m))
 
-    def _case(self, num_stages: int, num_micro_batches: int) -> str:
-        return f"{self.spec.name}, {num_stages} stages, {num_micro_batches} micro-batches"
+    def _case(self, num_ranks: int, num_micro_batches: int) -> str:
+        return f"{self.spec.name}, {num_ranks} ranks, {num_micro_batches} micro-batches"
 
-    def _compute(self, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
-        plan: list[list[Action]] = self.spec.plan(num_stages, num_micro_batches)
-        return plan
+    def _compute(self, num_ranks: int, num_micro_batches: int) -> list[list[Action]]:
+        return self.spec.actions(num_ranks, num_micro_batches)
 
-    def _proven(self, num_stages: int, num_micro_batches: int) -> tuple[Plan, Report]:
+    def _proven(self, num_ranks: int, num_micro_batches: int) -> tuple[Plan, Report]:
         try:
-            plan = compile_schedule(self.spec, num_stages=num_stages, num_micro_batches=num_micro_batches)
+            plan = compile_schedule(self.spec, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
             return plan, verify(plan)
         except ValueError as error:
-            raise AssertionError(f"{self._case(num_stages, num_micro_batches)}: {error}") from error
+            raise AssertionError(f"{self._case(num_ranks, num_micro_batches)}: {error}") from error
 
-    def _refusal(self, num_stages: int, num_micro_batches: int) -> str:
+    def _refusal(self, num_ranks: int, num_micro_batches: int) -> str:
         try:
-            self._compute(num_stages, num_micro_batches)
+            self._compute(num_ranks, num_micro_batches)
         except ValueError as error:
             return str(error)
-        raise AssertionError(f"{self._case(num_stages, num_micro_batches)} must be refused with ValueError")
+        raise AssertionError(f"{self._case(num_ranks, num_micro_batches)} must be refused with ValueError")
 
 
 class OptimizerConformance:
