@@ -58,14 +58,14 @@ def prepare(
             ),
         )
     click.echo(f"{report.documents:,} documents, {report.tokens:,} tokens ({report.dtype}) with {tokenizer.name}")
-    passed_over = {
-        "empty documents": report.empty_documents,
-        "files that are no text": report.skipped_files,
-        "blank lines": report.blank_lines,
+    remarks = {
+        "of them empty (no token, no end of document)": report.empty_documents,
+        "files passed over: no text": report.skipped_files,
+        "blank lines passed over": report.blank_lines,
     }
-    for name, count in passed_over.items():
+    for remark, count in remarks.items():
         if count:
-            click.echo(f"passed over: {count:,} {name}")
+            click.echo(f"{count:,} {remark}")
     for prefix in report.prefixes:
         click.echo(f"wrote {prefix}.bin and .idx; train on it with --data-path {prefix}")
 
