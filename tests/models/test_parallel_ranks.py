@@ -142,7 +142,8 @@ def traffic_rank(rank, world, fields, shape, tp, sequence_parallel):
     buffers.begin_step(shape.num_micro_batches)
     run(plan.for_rank(pp.rank), stage=OneBatch(model), axis=pp)
     buffers.finish()
-    buffers.gather_weights()
+    buffers.start_gather_weights()
+    buffers.finish_gather_weights()
     return layout.recorder.totals(), layout.axis("tp").rank, pp.rank
 
 

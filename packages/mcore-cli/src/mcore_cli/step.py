@@ -42,9 +42,9 @@ class ModelStage:
         """Of the activations between stages."""
         return torch.device(self.model.environment.device)
 
-    def receive_shape(self) -> tuple[int, ...]:
+    def receive_shape(self, micro_batch: int) -> tuple[int, ...]:
         """``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism."""
-        return self.model.activation_shape(*self.batches[0].tokens.shape)
+        return self.model.activation_shape(*self.batches[micro_batch].tokens.shape)
 
     def forward(self, micro_batch: int, chunk: int, received: Tensor | None) -> Tensor:
         """The activation ``[s, b, h]`` (``[s/tp, b, h]``) to send on, or the summed loss on the last stage."""

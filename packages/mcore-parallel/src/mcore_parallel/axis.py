@@ -71,6 +71,11 @@ class Layout:
         except KeyError:
             raise ValueError(f"axis {key!r} was not made at start (made: {', '.join(self._axes)})") from None
 
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Every axis, in the order in which they were made (the same on every rank)."""
+        return tuple(self._axes.values())
+
     def add(self, *names: str, mesh: Mesh | None = None) -> Axis:
         """Make the axis ``names`` of the mesh (or of a view of it) with its process group."""
         return self.add_groups("_".join(names), (mesh or self.mesh).groups(*names).tolist())

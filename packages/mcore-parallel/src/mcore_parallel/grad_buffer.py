@@ -25,13 +25,15 @@ class BufferKind:
 
     ``partial_axes``: the axes over which some of their gradients are still partial after backward. Parameters of
     different partial axes never share a buffer: ranks along such an axis may hold different other parameters (first
-    and last pipeline stage), and equal offsets are what makes the copies' sums equal bit for bit.
+    and last pipeline stage), and equal offsets are what makes the copies' sums equal bit for bit. ``chunk``: buckets
+    are not shared between model chunks, so that one can be reduced while another's backward runs.
     """
 
     data_axes: tuple[str, ...]
     dtype: torch.dtype
     partial_axes: tuple[str, ...]
     decay: bool
+    chunk: int = 0
 
     @property
     def late(self) -> bool:
@@ -51,7 +53,7 @@ class Bucket:
         self.plan = plan
         self.axis = buffer.axis
         self.sharded = buffer.sharded
-        self.late = buffer.kind.late
+        self.late, self.chunk = buffer.kind.late, buffer.kind.chunk
         self.grads = buffer.grads[plan.begin : plan.end]
         self.weights = buffer.weights[plan.begin : plan.end]
         begin, end = plan.shard(self.axis.rank, self.axis.size) if self.sharded else (plan.begin, plan.end)
@@ -64,6 +66,7 @@ class Bucket:
         ]
         self.local_sum: Tensor | None = None
         self.work: Work = Done()
+        self.gathering: Work = Done()
         self.launched = False
 
     @property
@@ -99,11 +102,15 @@ class Bucket:
             return Done()
         return all_gather_into(self.grads, self.grads[self.own], self.axis, async_op=True)
 
-    def gather_weights(self) -> Work:
+    def start_gather_weights(self) -> None:
         """Start giving every rank the whole updated weights, where ZeRO updated a shard."""
-        if not self.sharded:
-            return Done()
-        return all_gather_into(self.weights, self.weights[self.own], self.axis, async_op=True)
+        if self.sharded:
+            self.gathering = all_gather_into(self.weights, self.weights[self.own], self.axis, async_op=True)
+
+    def finish_gather_weights(self) -> None:
+        """Wait until the weights are whole; at once if they are."""
+        self.gathering.wait()
+        self.gathering = Done()
 
     def non_finite_names(self) -> list[str]:
         """Names of the parameters whose gradient was not finite on this rank before any reduction.

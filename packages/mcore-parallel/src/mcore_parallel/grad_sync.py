@@ -1,13 +1,13 @@
 """Data parallelism: accumulates gradients into flat buffers and reduces them, overlapped with backward.
 
 Sums only: nothing is divided here. The order of reductions is fixed at construction and equal on all ranks of a group:
-buckets by the order in which backward finishes them; then, after backward, sums of partial gradients over their axes,
+chunk by chunk, buckets by the order in which backward finishes them; then, after backward, sums of partial gradients over their axes,
 and only then the data-parallel reduction of those (a reduce-scatter before would mix reduced and unreduced shards).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,8 @@ class GradBuffers:
     """All gradient buffers of one rank, their hooks and their reduction.
 
     A step is ``begin_step(n)``, ``n`` micro-batches of backward in any order and interleaving, ``finish()``. Layers
-    either add to ``parameter.main_grad`` and call ``parameter.grad_ready()``, or leave ``.grad`` to autograd.
+    either add to ``parameter.main_grad`` and call ``parameter.grad_ready()``, or leave ``.grad`` to autograd. With
+    several model chunks, :meth:`reduce_chunk` may be called after a chunk's last backward.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class GradBuffers:
         bucket_size: int = 40_000_000,
         overlap: bool = True,
         sharded: bool = False,
+        chunk_order: Sequence[int] = (),
     ) -> None:
         """Adopt the trainable ``parameters`` (in build order, each placed): their storage moves into flat buffers.
 
-        ``bucket_size`` in elements; ``overlap`` reduces during backward; ``sharded`` is ZeRO-1.
+        ``bucket_size`` in elements; ``overlap`` reduces during backward; ``sharded`` is ZeRO-1; ``chunk_order``: model
+        chunks in the order in which :meth:`reduce_chunk` is called for them, by default the last first.
 
         Raises:
             ValueError: nothing to train, or a parameter without a placement.
@@ -74,7 +77,7 @@ class GradBuffers:
         self.parameters = unique
         self.buffers = _build_buffers(unique, layout, bucket_size=bucket_size, sharded=sharded)
         early = [b for buffer in self.buffers if not buffer.kind.late for b in buffer.buckets]
-        self._order = sorted(early, key=lambda bucket: -bucket.priority)
+        self._order = sorted(early, key=lambda bucket: (_turn(bucket.chunk, chunk_order), -bucket.priority))
         self._late = [b for buffer in self.buffers if buffer.kind.late for b in buffer.buckets]
         self._partials = _plan_partial_sums(self.buffers, layout)
         self._uses = [use for buffer in self.buffers for use in _hook(buffer, self._mark)]
@@ -137,6 +140,23 @@ class GradBuffers:
         bucket.launch()
         self._next += 1
 
+    def reduce_chunk(self, chunk: int) -> None:
+        """Start the reductions of ``chunk`` that have not begun: its last backward in this step is done.
+
+        Most have by then, during that backward; not in the first step, nor where layers are used a varying number of
+        times. Without ``overlap`` this does nothing. Sums over other axes than the data axes wait for :meth:`finish`.
+
+        Raises:
+            RuntimeError: a chunk that comes earlier in ``chunk_order`` has not had its turn.
+        """
+        left = self._order[self._next :]
+        if not self.overlap or all(bucket.chunk != chunk for bucket in left):
+            return
+        if left[0].chunk != chunk:
+            raise RuntimeError(f"chunk {chunk} is to be reduced before chunk {left[0].chunk}, against the order given")
+        while self._next < len(self._order) and self._order[self._next].chunk == chunk:
+            self._launch_next()
+
     @property
     def num_launched(self) -> int:
         """Buckets whose reduction has begun in this step."""
@@ -172,10 +192,23 @@ class GradBuffers:
         for work in [bucket.gather_grads() for bucket in self.buckets]:
             work.wait()
 
-    def gather_weights(self) -> None:
-        """Under ZeRO: give every rank the whole weights, from the shards that their owners updated."""
-        for work in [bucket.gather_weights() for bucket in self.buckets]:
-            work.wait()
+    def start_gather_weights(self) -> None:
+        """Under ZeRO: start giving every rank the whole weights, from the shards that their owners updated.
+
+        Chunks in ascending order, as forward needs them.
+        """
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.chunk):
+            bucket.start_gather_weights()
+
+    def finish_gather_weights(self, chunk: int | None = None) -> None:
+        """Wait until the weights of ``chunk`` (default: all) are whole."""
+        for bucket in self.buckets:
+            if chunk is None or bucket.chunk == chunk:
+                bucket.finish_gather_weights()
+
+
+def _turn(chunk: int, chunk_order: Sequence[int]) -> int:
+    return chunk_order.index(chunk) if chunk in chunk_order else len(chunk_order)
 
 
 def _build_buffers(
@@ -185,7 +218,7 @@ def _build_buffers(
     for index, parameter in enumerate(parameters):
         placement = placement_of(parameter)
         partial = tuple(sorted(name for name in placement.partial_axes if layout.axis(name).size > 1))
-        kind = BufferKind(placement.data_axes, parameter.dtype, partial, placement.decay)
+        kind = BufferKind(placement.data_axes, parameter.dtype, partial, placement.decay, placement.chunk)
         kinds.setdefault(kind, []).append((index, parameter))
     return tuple(
         GradBuffer(kind, members, axis=layout.axis(*kind.data_axes), bucket_size=bucket_size, sharded=sharded)

@@ -56,12 +56,14 @@ class Piece:
 class Placement:
     """The pieces of one local parameter, and the axes that replicate it whole for data parallelism.
 
-    ``decay``: whether weight decay applies (biases, norms and other vectors have none).
+    ``decay``: whether weight decay applies (biases, norms and other vectors have none). ``chunk``: which of the rank's
+    model chunks it belongs to; gradients of one chunk are reduced together.
     """
 
     pieces: tuple[Piece, ...]
     data_axes: tuple[str, ...] = DATA_AXES
     decay: bool = True
+    chunk: int = 0
 
     @property
     def partial_axes(self) -> tuple[str, ...]:

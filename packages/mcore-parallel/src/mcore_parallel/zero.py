@@ -70,11 +70,14 @@ def owned_shards(buffers: GradBuffers) -> list[OwnedShard]:
 
 
 def publish(buffers: GradBuffers, shards: Sequence[OwnedShard]) -> None:
-    """Put updated masters into the weights of every data-parallel rank."""
+    """Put updated masters into the weights, and start giving them to every data-parallel rank.
+
+    Until ``buffers.finish_gather_weights()`` the weights outside this rank's shards are in flight.
+    """
     with torch.no_grad():
         for shard in shards:
             shard.write_weights()
-        buffers.gather_weights()
+        buffers.start_gather_weights()
 
 
 def counted_ranges(shard: OwnedShard, layout: Layout) -> list[tuple[int, int]]:

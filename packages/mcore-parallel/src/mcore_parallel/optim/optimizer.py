@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ class StepStats:
 class ShardedOptimizer:
     """A torch optimizer over the flat shards that this rank owns.
 
-    A step is ``begin_step(n)``, ``n`` micro-batches of backward, ``finish_grads()``, ``step(num_tokens)``.
+    A step is ``begin_step(n)``, ``n`` micro-batches of backward, ``finish_grads()``, ``step(num_tokens)``. A step that
+    does not wait for the weights leaves ZeRO's all-gather running: :meth:`complete_weights` before anything reads them.
     """
 
     def __init__(
@@ -72,8 +73,18 @@ class ShardedOptimizer:
         masters = (shard.master.detach()[begin:end] for shard, begin, end in self._counted)
         return global_norm(masters, world=self._world, device=self._device)
 
-    def step(self, num_tokens: float) -> StepStats:
+    def reduce_chunk(self, chunk: int) -> None:
+        """Start the reduction of a model chunk's gradients after its last backward of the step."""
+        self.buffers.reduce_chunk(chunk)
+
+    def complete_weights(self, chunk: int | None = None) -> None:
+        """Wait until the weights of ``chunk`` (default: of all) are whole on this rank; at once if they are."""
+        self.buffers.finish_gather_weights(chunk)
+
+    def step(self, num_tokens: float, *, wait: bool = True) -> StepStats:
         """Divide the finished gradients by the global ``num_tokens``, clip, update and publish the weights.
+
+        ``wait`` False returns before the weights are whole, so that their all-gather overlaps what follows.
 
         A batch without any valid token has a zero gradient, which stays zero. All ranks take the same decision: a
         gradient that is not finite changes nothing (see :meth:`local_non_finite` for whose it was).
@@ -93,6 +104,8 @@ class ShardedOptimizer:
                 shard.grad.mul_(coefficient / divisor)
         self.torch_optimizer.step()
         publish(self.buffers, self.shards)
+        if wait:
+            self.complete_weights()
         return StepStats(norm, coefficient, applied=True)
 
     def local_non_finite(self) -> list[str]:
@@ -141,6 +154,7 @@ class ShardedOptimizer:
     def refresh_weights(self) -> None:
         """Make the weights what the masters say, on every data-parallel rank (after masters were loaded)."""
         publish(self.buffers, self.shards)
+        self.complete_weights()
 
     def refresh_masters(self) -> None:
         """Make the masters what the weights say (after weights were loaded without masters)."""
@@ -160,8 +174,11 @@ def build_optimizer(
     spec: OptimizerSpec,
     optimizer: OptimizerConfig,
     parallel: ParallelConfig,
+    chunk_order: Sequence[int] = (),
 ) -> ShardedOptimizer:
     """Move placed ``parameters`` (in build order) into flat buffers; ``spec``'s optimizer gets what this rank owns.
+
+    ``chunk_order``: the order of the plan's ``REDUCE`` actions, if it has any.
 
     Raises:
         ValueError: nothing to train, a parameter without placement, or an optimizer that breaks its spec.
@@ -172,6 +189,7 @@ def build_optimizer(
         bucket_size=parallel.ddp_bucket_size,
         overlap=parallel.overlap_grad_reduce,
         sharded=parallel.use_distributed_optimizer,
+        chunk_order=chunk_order,
     )
     shards = owned_shards(buffers)
     torch_optimizer = spec.build(_groups(shards, optimizer), optimizer)
