@@ -1,8 +1,9 @@
 """Data parallelism: accumulates gradients into flat buffers and reduces them, overlapped with backward.
 
 Sums only: nothing is divided here. The order of reductions is fixed at construction and equal on all ranks of a group:
-chunk by chunk, buckets by the order in which backward finishes them; then, after backward, sums of partial gradients over their axes,
-and only then the data-parallel reduction of those (a reduce-scatter before would mix reduced and unreduced shards).
+chunk by chunk, buckets by the order in which backward finishes them; then, after backward, sums of partial gradients
+over their axes, and only then the data-parallel reduction of those (a reduce-scatter before would mix reduced and
+unreduced shards).
 """
 
 from __future__ import annotations
