@@ -11,6 +11,7 @@ from mcore_cli.rules.effect import EFFECT_RULES
 from mcore_cli.rules.engine import Context, divisors, nearest_divisors, nearest_multiples, violations
 from mcore_cli.rules.layout import LAYOUT_RULES
 from mcore_cli.rules.model import MODEL_RULES
+from mcore_cli.rules.pipeline import pipeline_rules
 from mcore_cli.rules.schedule import SCHEDULE_RULES
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -239,10 +240,11 @@ def test_head_splits_are_legal_or_refused_with_the_numbers(heads: int, groups: i
         assert all(str(number) in problem for number in (heads, groups, tp))
 
 
-def test_layers_are_placed_or_refused(small) -> None:
+def test_layers_are_placed_or_refused(small, manager) -> None:
+    rules = pipeline_rules(manager)
     for layers in range(1, 25):
         for pp in range(1, 7):
-            told = violations(Context(small(pp, num_layers=layers, **{PP: pp}), pp), LAYOUT_RULES)
+            told = violations(Context(small(pp, num_layers=layers, **{PP: pp}), pp), rules)
             assert (told == []) == (layers % pp == 0)
             assert all(f"--num-layers {layers} over --pipeline-model-parallel-size {pp}" in str(v) for v in told)
 
@@ -250,7 +252,7 @@ def test_layers_are_placed_or_refused(small) -> None:
 def test_all_violations_come_together(small, manager) -> None:
     config = small(6, num_attention_heads=6, hidden_size=64, num_layers=7, min_lr=1.0, **{TP: 4, PP: 2})
     rules = [problem.split("]")[0][1:] for problem in find_problems(config, 6, manager)]
-    assert rules == ["world-size", "layers-per-stage", "heads-per-rank", "kv-heads-per-rank", "head-size", "min-lr"]
+    assert rules == ["world-size", "heads-per-rank", "kv-heads-per-rank", "layers-per-stage", "head-size", "min-lr"]
 
 
 @pytest.mark.parametrize("purpose", ["verify", "eval"])

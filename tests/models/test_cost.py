@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from mcore_models.config import ModelConfig
-from mcore_models.cost import flops_per_token, matmul_parameters, parameter_count
+from mcore_models.cost import flops_per_token, matmul_parameters, parameter_count, part_costs
 from mcore_models.logical import logical_shapes
 from mcore_models.zoo.gpt2 import GPT
 from mcore_models.zoo.llama import LLAMA
@@ -83,3 +83,13 @@ def test_flops_against_torchs_counter(build, changes):
     assert counted == pytest.approx(
         flops_per_token(config, seq_length=32, vocab_size=1000, convention="model-full"), rel=0.01
     )
+
+
+@pytest.mark.parametrize("preset", ["llama2-7b", "llama3-8b"])
+def test_costs_of_parts_sum_to_the_whole(preset):
+    config = ModelConfig(**LLAMA.fields(preset))
+    parts = part_costs(config, seq_length=4096, vocab_size=32000)
+    whole = flops_per_token(config, seq_length=4096, vocab_size=32000)
+    assert parts.embedding + sum(parts.layers) + parts.output == whole
+    assert len(set(parts.layers)) == 1
+    assert parts.output == 6 * 32000 * config.hidden_size

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_parallel.pipeline.actions import Flow, Place, looped_flow
-from mcore_parallel.pipeline.balance import Costs, balanced_sizes
+from mcore_parallel.pipeline.balance import LayerCosts, balanced_sizes
 from mcore_parallel.pipeline.layout_string import layout_text, stage_sizes
 from mcore_parallel.pipeline.stage import LayerSplit, PlacementError, place_layers
 
@@ -247,14 +247,14 @@ def test_layout_must_match_layers_and_stages() -> None:
         place_layers(4, looped_flow(3), LayerSplit(layout="Et|t|tL"))
 
 
-def partitions(costs: Costs, stages: int) -> list[list[int]]:
+def partitions(costs: LayerCosts, stages: int) -> list[list[int]]:
     """Every contiguous partition that gives each stage but the last a layer."""
     count = len(costs.layers)
     cuts = [(0, *middle, count) for middle in combinations(range(1, count + 1), stages - 1)]
     return [[b - a for a, b in pairwise(cut)] for cut in cuts]
 
 
-def stage_costs(costs: Costs, split: list[int]) -> list[int]:
+def stage_costs(costs: LayerCosts, split: list[int]) -> list[int]:
     ends = [sum(split[: stage + 1]) for stage in range(len(split))]
     held = [sum(costs.layers[end - size : end]) for end, size in zip(ends, split, strict=True)]
     held[0] += costs.embedding
@@ -268,7 +268,7 @@ def stage_costs(costs: Costs, split: list[int]) -> list[int]:
     stages=st.integers(1, 6),
 )
 def test_balance_is_the_best_of_all_partitions(layers: list[int], ends: tuple[int, int], stages: int) -> None:
-    costs = Costs(tuple(layers), *ends)
+    costs = LayerCosts(tuple(layers), *ends)
     if len(layers) < stages - 1:
         with pytest.raises(ValueError, match=f"{len(layers)} layers cannot give each of {stages} stages one"):
             balanced_sizes(costs, stages)
@@ -280,7 +280,7 @@ def test_balance_is_the_best_of_all_partitions(layers: list[int], ends: tuple[in
 
 
 def test_balance_moves_layers_away_from_a_dear_output_layer() -> None:
-    costs = Costs((10,) * 8, output=50)
+    costs = LayerCosts((10,) * 8, output=50)
     assert sizes(8, looped_flow(2), LayerSplit(costs=costs)) == [6, 2]
     assert sizes(8, looped_flow(4), LayerSplit(costs=costs)) == [2, 3, 3, 0]
     assert sizes(8, looped_flow(1), LayerSplit(costs=costs)) == [8]
@@ -289,7 +289,7 @@ def test_balance_moves_layers_away_from_a_dear_output_layer() -> None:
 
 
 def test_families_exclude_each_other() -> None:
-    families = [{"first": 2}, {"count_loss": True}, {"layout": "Et|tL"}, {"costs": Costs((1,) * 4)}]
+    families = [{"first": 2}, {"count_loss": True}, {"layout": "Et|tL"}, {"costs": LayerCosts((1,) * 4)}]
     for one, other in combinations(families, 2):
         with pytest.raises(PlacementError, match="each says by itself where the layers go"):
             place_layers(4, looped_flow(2), LayerSplit(**one, **other))

@@ -6,8 +6,9 @@ from typing import IO
 
 import torch
 
-from mcore_cli.build import build_model, build_run_tokenizer
+from mcore_cli.build import build_chunks, build_run_tokenizer
 from mcore_cli.checkpointing import load_weights, open_run
+from mcore_cli.pipeline import one_stage
 from mcore_cli.resolve import run_tree
 from mcore_cli.world import pick_device
 from mcore_data.specs import Tokenizer
@@ -16,8 +17,8 @@ from mcore_parallel.axis import single_layout
 from mcore_parallel.plugins import plugin_manager
 
 ONE_RANK = {
+    **one_stage(),
     "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "sequence_parallel": False,
     "recompute_granularity": None,
@@ -47,8 +48,8 @@ def run(
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=ONE_RANK)})
     tokenizer = build_run_tokenizer(config, manager)
     device = pick_device("auto", 0)
-    model = build_model(config, single_layout(config.model.num_kv_heads), manager=manager, device=device)
-    load_weights(model, info)
+    (model,) = build_chunks(config, single_layout(config.model.num_kv_heads), manager=manager, device=device)
+    load_weights([model], info)
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ValueError("the prompt has no token; give at least one character")

@@ -20,6 +20,7 @@ from mcore_ckpt.layout import parameter_arrays
 from mcore_cli.build import Parts, build_parts, build_run_tokenizer, global_batch_size, with_vocabulary
 from mcore_cli.config import RunConfig
 from mcore_cli.errors import RunFailed
+from mcore_cli.pipeline import one_stage
 from mcore_cli.step import backward_all, sum_over_ranks
 from mcore_cli.world import World, build_run_layout, join_world
 from mcore_data.loader import Batch
@@ -142,8 +143,8 @@ def reference_config(config: RunConfig, samples: Batch) -> RunConfig:
     """``config`` on one rank: nothing split, nothing recomputed, one micro-batch."""
     parallel = config.parallel.model_copy(
         update={
+            **one_stage(),
             "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
             "context_parallel_size": 1,
             "sequence_parallel": False,
             "use_distributed_optimizer": False,
@@ -175,7 +176,7 @@ def _answer(parts: Parts, batches: list[Batch]) -> tuple[Answer | None, float]:
     sums = sum_over_ranks(parts.layout, losses, batches, device=parts.device)
     norm = parts.optimizer.grad_norm() / sums.tokens
     parts.optimizer.buffers.gather_grads()
-    gradients = _logical(parts, {id(p): p.main_grad for p in parts.model.parameters()})  # type: ignore[attr-defined]
+    gradients = _logical(parts, {id(p): p.main_grad for p in parts.parameters})  # type: ignore[attr-defined]
     if initial is None or gradients is None:
         return None, sums.tokens
     divided = {name: grad / sums.tokens for name, grad in gradients.items()}
@@ -184,9 +185,10 @@ def _answer(parts: Parts, batches: list[Batch]) -> tuple[Answer | None, float]:
 
 def _logical(parts: Parts, values: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
     """Logical arrays of ``values`` by parameter id (default: the weights) from all ranks; on rank 0 only."""
+    parts.optimizer.complete_weights()
     boxes = [
         Box(array.key.removeprefix("parity/"), array.global_shape, array.offset, array.tensor.cpu().clone())
-        for parameter in parts.model.parameters()
+        for parameter in parts.parameters
         for array in parameter_arrays("parity", values.get(id(parameter), parameter), placement_of(parameter))
     ]
     ranks = _gather(parts.layout, boxes)
@@ -217,7 +219,7 @@ def _broadcast(layout: Layout, value: Any) -> Any:
 def _step_from(parts: Parts, gradients: Mapping[str, Tensor], tokens: float) -> dict[str, Tensor]:
     """The weights after one optimizer step from the given (divided) logical gradients; empty off rank 0."""
     with torch.no_grad():
-        for parameter in parts.model.parameters():
+        for parameter in parts.parameters:
             main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
             for array in parameter_arrays("inject", main_grad, placement_of(parameter)):
                 whole = gradients[array.key.removeprefix("inject/")]
@@ -236,7 +238,7 @@ def run(config: RunConfig) -> None:
     with join_world(config) as world:
         manager = plugin_manager()
         config = with_vocabulary(config, build_run_tokenizer(config, manager))
-        layout = build_run_layout(config, world)
+        layout = build_run_layout(config, world, manager=manager)
         report = parity(config, layout, manager=manager, device=world.device)
         if report is not None:
             print(describe(report, config, world))

@@ -97,3 +97,19 @@ def flops_per_token(
     """
     products = 6 * matmul_parameters(config, vocab_size=vocab_size)
     return products + attention_flops_per_token(config, seq_length=seq_length, convention=convention)
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """Forward and backward operations per token of each part of a model; the parts sum to :func:`flops_per_token`."""
+
+    embedding: int
+    layers: tuple[int, ...]
+    output: int
+
+
+def part_costs(config: ModelConfig, *, seq_length: int, vocab_size: int) -> PartCosts:
+    """What each part costs, attention as under a causal mask. The embedding is a lookup and multiplies nothing."""
+    attention = attention_flops_per_token(config, seq_length=seq_length, convention="model-causal")
+    layer = 6 * layer_parameters(config).matmul + attention // config.num_layers
+    return PartCosts(0, (layer,) * config.num_layers, 6 * vocab_size * config.hidden_size)

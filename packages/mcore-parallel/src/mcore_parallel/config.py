@@ -34,7 +34,44 @@ class ParallelConfig(Section):
         True, description="Reduce gradient buckets during the last micro-batch's backward instead of after it."
     )
     use_tp_pp_dp_mapping: bool = Field(False, description="Rank order tp-cp-pp-dp instead of tp-cp-dp-pp.")
-    pipeline_schedule: str = Field("1f1b", description="Pipeline schedule, by its plugin name.")
+    pipeline_schedule: str = Field(
+        "1f1b",
+        description="Pipeline schedule, by its plugin name (mcore schedule list). 1f1b with virtual stages is "
+        "interleaved 1F1B, as in Megatron.",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = Field(
+        None, ge=1, description="Model chunks of each pipeline rank (vpp); default as few as the schedule takes."
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = Field(
+        None, ge=1, description="Layers of one model chunk: the same choice in other words, from which vpp follows."
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = Field(
+        None,
+        ge=1,
+        description="Micro-batches that a rank runs through one chunk before the next, under interleaved schedules; "
+        "default the pipeline size.",
+    )
+    decoder_first_pipeline_num_layers: int | None = Field(
+        None, ge=0, description="Layers of the first pipeline rank; the other ranks share the rest evenly."
+    )
+    decoder_last_pipeline_num_layers: int | None = Field(
+        None, ge=0, description="Layers of the last pipeline rank; the other ranks share the rest evenly."
+    )
+    account_for_embedding_in_pipeline_split: bool = Field(
+        False, description="Count the embedding as one layer of an even split: the first stage holds one layer less."
+    )
+    account_for_loss_in_pipeline_split: bool = Field(
+        False, description="Count the output layer as one layer of an even split: the last stage holds one layer less."
+    )
+    pipeline_model_parallel_layout: str | None = Field(
+        None,
+        description='The layers of each stage in model order, as "Et*3|(tt|)*2,tL": E embedding, t layer, L output '
+        "layer, | next stage, *n repeats, () groups. Vpp is its stages divided by pp.",
+    )
+    pipeline_split: Literal["even", "auto"] = Field(
+        "even",
+        description="even: equal stages; auto: the largest stage costs least, by FLOPs of layers and output layer.",
+    )
     recompute_granularity: Literal["full"] | None = Field(
         None, description="Activation recomputation: full = whole layers are recomputed in backward."
     )

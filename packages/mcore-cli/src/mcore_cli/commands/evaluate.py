@@ -14,6 +14,7 @@ from mcore_cli.environment import detect, world_size
 from mcore_cli.errors import UserError
 from mcore_cli.main import manager_of
 from mcore_cli.options import SectionCommand, given_flags, section_options
+from mcore_cli.pipeline import one_stage
 from mcore_cli.resolve import complete, override, run_tree
 
 # Everything else is the model's, and comes from the checkpoint.
@@ -30,6 +31,12 @@ FIELDS = (
     "data_cache_path",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "pipeline_split",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
     "sequence_parallel",
     "use_tp_pp_dp_mapping",
     "distributed_backend",
@@ -45,8 +52,8 @@ FIELDS = (
 )
 # The layout is that of this evaluation; that of the training run has no say.
 LAYOUT = {
+    **one_stage(),
     "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
     "sequence_parallel": False,
     "use_tp_pp_dp_mapping": False,
     "nproc_per_node": None,

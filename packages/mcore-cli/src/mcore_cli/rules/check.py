@@ -13,6 +13,7 @@ from mcore_cli.rules.engine import Context, Rule, violations
 from mcore_cli.rules.layout import LAYOUT_RULES
 from mcore_cli.rules.model import MODEL_RULES
 from mcore_cli.rules.names import NAME_RULES, known_names
+from mcore_cli.rules.pipeline import pipeline_rules
 from mcore_cli.rules.schedule import SCHEDULE_RULES
 from mcore_data.datasets import check_data
 from mcore_models.rules import violations as model_violations
@@ -48,7 +49,9 @@ def find_problems(config: RunConfig, world_size: int, manager: PluginManager, pu
 
 
 def _rules(manager: PluginManager, purpose: Purpose) -> tuple[Rule, ...]:
-    shared = (*NAME_RULES, *LAYOUT_RULES, *MODEL_RULES, *BATCH_RULES)
+    # Evaluating runs forward passes only, which any number of micro-batches makes under every schedule.
+    pipeline = pipeline_rules(manager, backward=purpose != "eval")
+    shared = (*NAME_RULES, *LAYOUT_RULES, *pipeline, *MODEL_RULES, *BATCH_RULES)
     if purpose != "train":
         return shared
     return (*shared, *LENGTH_RULES, *SCHEDULE_RULES, *EFFECT_RULES, *checkpoint_rules(manager))

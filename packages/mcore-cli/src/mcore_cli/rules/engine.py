@@ -45,6 +45,12 @@ class Context:
         replicas = self.data_parallel_size
         return None if replicas is None else self.config.train.micro_batch_size * replicas
 
+    @property
+    def num_micro_batches(self) -> int | None:
+        """Micro-batches of one step on each replica; None if the global batch does not divide."""
+        step, batch = self.samples_per_micro_step, self.config.train.global_batch_size
+        return None if not step or batch is None or batch % step else batch // step
+
 
 @dataclass(frozen=True)
 class Rule:

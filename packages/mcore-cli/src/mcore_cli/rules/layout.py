@@ -69,20 +69,6 @@ def sequence_divides(context: Context) -> Violation | None:
     )
 
 
-def layers_divide(context: Context) -> Violation | None:
-    """Stages hold equal numbers of layers."""
-    layers, pp = context.config.model.num_layers, context.config.parallel.pipeline_model_parallel_size
-    if layers % pp == 0:
-        return None
-    return Violation(
-        "layers-per-stage",
-        f"--num-layers {layers} over {PP} {pp}",
-        "layers must be divisible by the pipeline size, no layer is dropped",
-        f"change --num-layers or {PP}",
-        f"--num-layers {nearest_multiples(layers, pp)}; {PP} {nearest_divisors(pp, layers)}",
-    )
-
-
 def heads_divide(context: Context) -> Violation | None:
     """Each tensor-parallel rank holds whole query heads."""
     model, tp = context.config.model, context.config.parallel.tensor_model_parallel_size
@@ -149,7 +135,6 @@ LAYOUT_RULES = (
     Rule("world-size", world),
     Rule("sequence-parallel", sequence_parallel),
     Rule("sequence-split", sequence_divides),
-    Rule("layers-per-stage", layers_divide),
     Rule("heads-per-rank", heads_divide),
     Rule("kv-heads-per-rank", kv_heads_divide),
     Rule("ffn-per-rank", ffn_divides),

@@ -141,21 +141,6 @@ def recompute(context: Context) -> Violation | None:
     )
 
 
-def recompute_fits(context: Context) -> Violation | None:
-    """A stage cannot recompute more layers than it has."""
-    parallel, layers = context.config.parallel, context.config.model.num_layers
-    held = max(1, layers // parallel.pipeline_model_parallel_size)
-    if parallel.recompute_num_layers is None or parallel.recompute_num_layers <= held:
-        return None
-    return Violation(
-        "recompute-layers",
-        f"--recompute-num-layers {parallel.recompute_num_layers} with {held} layers on a stage",
-        "it cannot exceed the layers of a stage",
-        "lower --recompute-num-layers",
-        str(held),
-    )
-
-
 MODEL_RULES = (
     Rule("head-size", hidden_divides),
     Rule("query-groups", groups_divide),
@@ -166,5 +151,4 @@ MODEL_RULES = (
     Rule("rotary", rotary_is_even),
     Rule("rope-bounds", rope_bounds),
     Rule("recompute", recompute),
-    Rule("recompute-layers", recompute_fits),
 )

@@ -20,7 +20,8 @@ CHOICES = (
 
 def known_names(manager: PluginManager) -> dict[str, tuple[str, ...]]:
     """Registered names by kind, for :class:`Context`."""
-    return {kind: tuple(Registry(kind, manager.collect(hook)).names()) for kind, hook, _, _ in CHOICES}
+    registries = {kind: Registry(kind, manager.collect(hook)) for kind, hook, _, _ in CHOICES}
+    return {kind: (*registry.names(), *registry.aliases()) for kind, registry in registries.items()}
 
 
 def is_known(kind: str, section: str, field: str, context: Context) -> Violation | None:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True)
-class Costs:
+class LayerCosts:
     """Work per token of each part of a model, in any one unit."""
 
     layers: tuple[int, ...]
@@ -15,7 +15,7 @@ class Costs:
     output: int = 0
 
 
-def balanced_sizes(costs: Costs, num_stages: int) -> list[int]:
+def balanced_sizes(costs: LayerCosts, num_stages: int) -> list[int]:
     """Layers on each of ``num_stages`` stages in model order, so that the largest stage costs least.
 
     The first stage also pays for the embedding, the last one for the output layer. Among partitions with the same

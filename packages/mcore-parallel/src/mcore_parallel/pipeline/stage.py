@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mcore_parallel.pipeline.actions import Flow, looped_flow
-from mcore_parallel.pipeline.balance import Costs, balanced_sizes
+from mcore_parallel.pipeline.balance import LayerCosts, balanced_sizes
 from mcore_parallel.pipeline.layout_string import layout_text, stage_sizes
 
 LAYERS = "--num-layers"
@@ -45,7 +45,7 @@ class LayerSplit:
     count_embedding: bool = False
     count_loss: bool = False
     layout: str | None = None
-    costs: Costs | None = None
+    costs: LayerCosts | None = None
 
     @property
     def families(self) -> list[str]:
@@ -122,7 +122,7 @@ def _nearest_even(num_layers: int, extra: int, flow: Flow) -> list[str]:
     ranks = _around(flow.num_ranks, lambda n: n > 0 and divides(num_layers, n), highest=num_layers + extra)
     found = [f"{LAYERS} {layers}"] + ([f"{PP} {ranks}"] if ranks else [])
     if num_layers >= flow.num_stages:
-        found.append(f'{LAYOUT} "{layout_text(balanced_sizes(Costs((1,) * num_layers), flow.num_stages))}"')
+        found.append(f'{LAYOUT} "{layout_text(balanced_sizes(LayerCosts((1,) * num_layers), flow.num_stages))}"')
     return found
 
 
@@ -207,11 +207,11 @@ def _from_layout(num_layers: int, flow: Flow, layout: str) -> list[int]:
 
 def _layout_example(num_layers: int, flow: Flow) -> str:
     stages = min(flow.num_stages, num_layers)
-    sizes = balanced_sizes(Costs((1,) * num_layers), stages) + [0] * (flow.num_stages - stages)
+    sizes = balanced_sizes(LayerCosts((1,) * num_layers), stages) + [0] * (flow.num_stages - stages)
     return f'{LAYOUT} "{layout_text(sizes)}"'
 
 
-def _balanced(num_layers: int, flow: Flow, costs: Costs) -> list[int]:
+def _balanced(num_layers: int, flow: Flow, costs: LayerCosts) -> list[int]:
     assert len(costs.layers) == num_layers, "a cost for every layer"
     try:
         return balanced_sizes(costs, flow.num_stages)

@@ -1,0 +1,240 @@
+"""Rules of the pipeline: virtual stages, layers on stages, and what its schedule can run. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from mcore_cli.config import RunConfig
+from mcore_cli.pipeline import (
+    CHUNKS,
+    LAYOUT,
+    PER_CHUNK,
+    PP,
+    PipelineShape,
+    Schedules,
+    pipeline_shape,
+    schedules_of,
+    stage_layers_of,
+)
+from mcore_cli.rules.engine import Context, Rule, Violation
+from mcore_parallel.pipeline.stage import AUTO, EMBEDDING, LOSS, PlacementError
+from mcore_parallel.plugins import PluginManager
+
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+SCHEDULE = "--pipeline-schedule"
+# How far to look for a number of micro-batches that a schedule takes.
+FARTHEST = 4096
+
+ShapeRule = Callable[[Context, PipelineShape], Violation | None]
+
+
+def virtual_stages_agree(schedules: Schedules, context: Context) -> Violation | None:
+    """The flags give one whole number of virtual stages."""
+    try:
+        _shape(schedules, context)
+    except PlacementError as error:
+        return Violation("virtual-stages", error.values, error.reason, "change one of them", error.nearest)
+    return None
+
+
+def schedule_takes_chunks(context: Context, shape: PipelineShape) -> Violation | None:
+    """A schedule runs so many model chunks per rank, and no other number."""
+    spec, chunks = shape.spec, shape.num_chunks
+    if chunks >= spec.min_chunks and (spec.max_chunks is None or chunks <= spec.max_chunks):
+        return None
+    nearest = spec.min_chunks if chunks < spec.min_chunks else spec.max_chunks
+    return Violation(
+        "schedule-chunks",
+        f"{SCHEDULE} {spec.name} with {_chunks_text(context, shape)}",
+        spec.why_illegal(shape.num_ranks, FARTHEST, chunks) or "it takes another number",
+        f"change it, or {SCHEDULE}",
+        f"{CHUNKS} {nearest}",
+    )
+
+
+def virtual_needs_pipeline(context: Context, shape: PipelineShape) -> Violation | None:
+    """Virtual stages are dealt round the ranks of a pipeline: with one rank there is nothing to gain."""
+    parallel = context.config.parallel
+    flags = (
+        (PER_CHUNK, parallel.num_layers_per_virtual_pipeline_stage),
+        (
+            CHUNKS,
+            parallel.num_virtual_stages_per_pipeline_rank,
+        ),
+    )
+    given = [f"{flag} {value}" for flag, value in flags if value is not None]
+    if shape.num_ranks > 1 or (shape.num_chunks == 1 and not given):
+        return None
+    return Violation(
+        "virtual-stages-alone",
+        f"{', '.join(given) or _chunks_text(context, shape)} with {PP} {shape.num_ranks}",
+        "virtual stages take turns on the ranks of a pipeline, and have no effect with one rank",
+        f"set {PP} above 1, or drop them",
+        f"{PP} 2",
+    )
+
+
+def layers_are_placed(context: Context, shape: PipelineShape) -> Violation | None:
+    """Every layer lives on exactly one stage."""
+    try:
+        stage_layers_of(_with_a_vocabulary(context.config), shape)
+    except PlacementError as error:
+        even = not (error.values.startswith(AUTO) or LAYOUT in error.values)
+        return Violation(
+            "layers-per-stage",
+            error.values,
+            error.reason,
+            f"change one of them{f', or use {AUTO}' if even else ''}",
+            error.nearest,
+        )
+    return None
+
+
+def split_has_effect(context: Context, shape: PipelineShape) -> Violation | None:
+    """One stage holds everything: there is nothing to balance."""
+    parallel = context.config.parallel
+    flags = {
+        EMBEDDING: parallel.account_for_embedding_in_pipeline_split,
+        LOSS: parallel.account_for_loss_in_pipeline_split,
+        AUTO: parallel.pipeline_split == "auto",
+    }
+    given = [flag for flag, is_given in flags.items() if is_given]
+    if shape.num_ranks > 1 or not given:
+        return None
+    return Violation(
+        "no-effect",
+        f"{', '.join(given)} with {PP} 1",
+        "no effect here, one rank holds every layer",
+        f"drop it, or set {PP} above 1",
+        f"{PP} 2",
+    )
+
+
+def group_size_has_effect(context: Context, shape: PipelineShape) -> Violation | None:
+    """A group size belongs to schedules that run micro-batches through a chunk in groups."""
+    if shape.group_size is None or "group_size" in shape.spec.options:
+        return None
+    return Violation(
+        "no-effect",
+        f"{GROUP} {shape.group_size} with {SCHEDULE} {shape.spec.name} ({_chunks_text(context, shape)})",
+        "no effect here, this schedule does not run micro-batches through a chunk in groups",
+        f"drop it, or give {CHUNKS} above 1 with {SCHEDULE} 1f1b",
+    )
+
+
+def recompute_fits(context: Context, shape: PipelineShape) -> Violation | None:
+    """A stage cannot recompute more layers than it has."""
+    asked = context.config.parallel.recompute_num_layers
+    try:
+        held = max(len(layers) for layers in stage_layers_of(_with_a_vocabulary(context.config), shape))
+    except PlacementError:
+        return None  # told by layers_are_placed
+    if asked is None or asked <= max(1, held):
+        return None
+    return Violation(
+        "recompute-layers",
+        f"--recompute-num-layers {asked} with {held} layers on the largest stage",
+        "it cannot exceed the layers of a stage",
+        "lower --recompute-num-layers",
+        str(max(1, held)),
+    )
+
+
+def schedule_runs(schedules: Schedules, context: Context, shape: PipelineShape) -> Violation | None:
+    """The schedule can run this many micro-batches on this many ranks."""
+    count, step = context.num_micro_batches, context.samples_per_micro_step
+    if count is None or step is None or schedule_takes_chunks(context, shape) is not None:
+        return None
+    options = {name: value for name, value in shape.options.items() if name in shape.spec.options}
+
+    def reason(micro_batches: int) -> str | None:
+        return shape.spec.why_illegal(shape.num_ranks, micro_batches, shape.num_chunks, **options)
+
+    why = reason(count)
+    if why is None:
+        return None
+    nearest = [f"--global-batch-size {n * step}" for n in _legal_around(count, lambda n: reason(n) is None)]
+    others = [
+        spec.name
+        for spec in schedules
+        if spec.name != shape.spec.name
+        and spec.why_illegal(shape.num_ranks, count, _chunks_for(context, shape)) is None
+    ]
+    instead = f", or use {SCHEDULE} {' or '.join(others)}" if others else ""
+    given = "".join(f", {GROUP} {value}" for value in options.values())
+    return Violation(
+        "pipeline-schedule",
+        f"{SCHEDULE} {shape.spec.name} with {PP} {shape.num_ranks}, {_chunks_text(context, shape)} and "
+        f"--global-batch-size {context.config.train.global_batch_size} = {count} micro-batches{given}",
+        why,
+        f"change --global-batch-size or --micro-batch-size{instead}",
+        " or ".join(nearest),
+    )
+
+
+def _chunks_for(context: Context, shape: PipelineShape) -> int | None:
+    """The chunks that another schedule would have: those that were asked for, else as few as it takes."""
+    parallel = context.config.parallel
+    asked = (
+        parallel.num_virtual_stages_per_pipeline_rank,
+        parallel.num_layers_per_virtual_pipeline_stage,
+        parallel.pipeline_model_parallel_layout,
+    )
+    return None if all(value is None for value in asked) else shape.num_chunks
+
+
+def _legal_around(number: int, is_legal: Callable[[int], bool]) -> list[int]:
+    below = next((n for n in range(min(number - 1, FARTHEST), 0, -1) if is_legal(n)), None)
+    above = next((n for n in range(number + 1, number + FARTHEST) if is_legal(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def _chunks_text(context: Context, shape: PipelineShape) -> str:
+    parallel = context.config.parallel
+    text = f"{shape.num_chunks} virtual stage{'s' if shape.num_chunks > 1 else ''} per rank"
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        return f"{text} ({PER_CHUNK} {parallel.num_layers_per_virtual_pipeline_stage})"
+    if parallel.num_virtual_stages_per_pipeline_rank is not None:
+        return f"{text} ({CHUNKS} {parallel.num_virtual_stages_per_pipeline_rank})"
+    return f"{text} ({LAYOUT})" if parallel.pipeline_model_parallel_layout is not None else text
+
+
+def _with_a_vocabulary(config: RunConfig) -> RunConfig:
+    # Whether layers can be placed does not depend on what they cost, and the tokenizer is not built yet.
+    vocabulary = config.model.vocab_size or 1
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})})
+
+
+def _shape(schedules: Schedules, context: Context) -> PipelineShape | None:
+    """The shape to judge; None if there is no such schedule, which the rules of names tell."""
+    if context.config.parallel.pipeline_schedule not in schedules:
+        return None
+    return pipeline_shape(context.config, schedules)
+
+
+def _judge(rule: ShapeRule, schedules: Schedules, context: Context) -> Violation | None:
+    try:
+        shape = _shape(schedules, context)
+    except PlacementError:
+        return None  # told by virtual_stages_agree
+    return None if shape is None else rule(context, shape)
+
+
+def pipeline_rules(manager: PluginManager, *, backward: bool = True) -> tuple[Rule, ...]:
+    """The rules with the registered schedules; without ``backward``, those of running forward passes alone."""
+    schedules = schedules_of(manager)
+    judged: list[tuple[str, ShapeRule]] = [
+        ("schedule-chunks", schedule_takes_chunks),
+        ("virtual-stages-alone", virtual_needs_pipeline),
+        ("layers-per-stage", layers_are_placed),
+        ("no-effect", split_has_effect),
+        ("no-effect", group_size_has_effect),
+        ("recompute-layers", recompute_fits),
+    ]
+    if backward:
+        judged.append(("pipeline-schedule", partial(schedule_runs, schedules)))
+    return (
+        Rule("virtual-stages", partial(virtual_stages_agree, schedules)),
+        *(Rule(name, partial(_judge, rule, schedules)) for name, rule in judged),
+    )
