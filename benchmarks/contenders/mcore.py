@@ -65,7 +65,7 @@ def build(work: Workload, start: dict[str, Tensor]) -> Contender:
     config = run_config(work, Registry("model", plugins.collect("mcore_models"))["llama"].fields())
     layout, device = single_layout(), torch.device("cpu")
     parts = build_parts(config, layout, manager=plugins, device=device)
-    load(list(parts.model.parameters()), start)
+    load(parts.parameters, start)
     step_number = 0
 
     def step(tokens: Tensor) -> float:

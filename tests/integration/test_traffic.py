@@ -6,12 +6,13 @@ import pytest
 import tiny
 import torch
 
-from mcore_cli.build import build_parts, stage_of
+from mcore_cli.build import build_parts, stages_of
+from mcore_cli.pipeline import pipeline_shape, schedules_of
 from mcore_cli.step import backward_all
 from mcore_cli.verify import _own_batches, parity_samples
 from mcore_models.local_parameters import RankShape
 from mcore_models.specs import Recompute
-from mcore_models.traffic_cost import StepShape, step_traffic
+from mcore_models.traffic_cost import StepShape, num_crossings, step_traffic
 from mcore_parallel.testing import run_ranks
 
 CASES = {
@@ -52,18 +53,19 @@ def _traffic(rank, world, config):
 def _closed_form(config, layout, num_micro_batches):
     parallel = config.parallel
     tp, pp = layout.axis("tp"), layout.axis("pp")
+    shape = pipeline_shape(config, schedules_of(tiny.fresh_manager()))
     recompute = None
     if parallel.recompute_method is not None:
         recompute = Recompute(parallel.recompute_method, parallel.recompute_num_layers)
     return step_traffic(
         config.model,
-        stage=stage_of(config, layout),
+        stages=stages_of(config, shape, pp.rank),
         rank=RankShape(tp=tp.size, tp_rank=tp.rank, sequence_parallel=parallel.sequence_parallel),
         shape=StepShape(
             seq_length=config.data.seq_length,
             micro_batch_size=config.train.micro_batch_size,
             num_micro_batches=num_micro_batches,
-            pp=pp.size,
+            num_crossings=num_crossings(shape.flow, pp.rank),
             data_ranks=layout.axis("dp", "cp").size,
             zero=parallel.use_distributed_optimizer,
             bucket_size=parallel.ddp_bucket_size,

@@ -31,7 +31,7 @@ def _trainer(tmp_path, rank=0, world=1, stop=None, **fields):
 
 
 def _weights(trainer):
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.parts.model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.parts.parameters])
 
 
 def _drive(trainer):
@@ -121,7 +121,7 @@ def _poisoned(rank, world, folder, value):
     trainer.save()
     before = _weights(trainer).clone()
     if rank == 3:
-        name, parameter = list(trainer.parts.model.named_parameters())[-1]
+        name, parameter = list(trainer.parts.chunks[-1].named_parameters())[-1]
         parameter.register_hook(lambda grad: grad.fill_(value))
     try:
         next(steps)

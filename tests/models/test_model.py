@@ -110,7 +110,7 @@ def test_sizes_without_torch_equal_the_modules(tiny_fields, build, family, first
     stage = StageSpec(0 if first else 1, 1, first, last)
     fields = {**tiny_fields[family], "num_layers": 3}
     model = build(fields, stage=stage)
-    sizes = local_parameters(ModelConfig(**fields), stage=stage, rank=RankShape(), vocab_size=101)
+    sizes = local_parameters(ModelConfig(**fields), stages=[stage], rank=RankShape(), vocab_size=101)
     assert [(p.numel(), placement_of(p).decay) for p in model.parameters()] == [
         (s.num_elements, s.decay) for s in sizes
     ]

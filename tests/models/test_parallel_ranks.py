@@ -1,6 +1,7 @@
 """Two and four real ranks: shared KV heads, dropout under sequence parallelism, tied stages, bytes that move."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from mcore_models.kernels import torch_kernels
 from mcore_models.local_parameters import RankShape
 from mcore_models.logical import logical_shapes
 from mcore_models.specs import Recompute, StageSpec
-from mcore_models.traffic_cost import StepShape, step_traffic
+from mcore_models.traffic_cost import StepShape, num_crossings, step_traffic
 from mcore_parallel.axis import build_layout, single_layout
 from mcore_parallel.grad_sync import GradBuffers
 from mcore_parallel.mesh import build_mesh
+from mcore_parallel.pipeline.actions import looped_flow
 from mcore_parallel.pipeline.compile import compile_schedule
 from mcore_parallel.pipeline.executor import run
 from mcore_parallel.placement import placement_of
@@ -130,8 +132,8 @@ def stage_of(pp, index):
     return StageSpec(index * 2 // pp, 2 // pp, index == 0, index == pp - 1)
 
 
-def traffic_rank(rank, world, fields, shape, tp, sequence_parallel):
-    layout = build_layout(build_mesh(world, tp=tp, pp=shape.pp), rank, kv_heads=ModelConfig(**fields).num_kv_heads)
+def traffic_rank(rank, world, fields, shape, sizes, sequence_parallel):
+    layout = build_layout(build_mesh(world, **sizes), rank, kv_heads=ModelConfig(**fields).num_kv_heads)
     pp = layout.axis("pp")
     options = {"dtype": torch.float32, "sequence_parallel": sequence_parallel, "recompute": shape.recompute}
     model = build(fields, layout, stage_of(pp.size, pp.rank), **options)
@@ -165,16 +167,16 @@ def test_bytes_equal_the_closed_form(family, tp, pp, data_ranks, sequence_parall
         seq_length=8,
         micro_batch_size=2,
         num_micro_batches=3,
-        pp=pp,
         data_ranks=data_ranks,
         zero=zero,
         bucket_size=3000,
         recompute=recompute,
     )
     config = ModelConfig(**{"make_vocab_size_divisible_by": 8, **fields})
-    for totals, tp_rank, stage in run_ranks(traffic_rank, 4, fields, shape, tp, sequence_parallel):
+    for totals, tp_rank, stage in run_ranks(traffic_rank, 4, fields, shape, {"tp": tp, "pp": pp}, sequence_parallel):
         rank = RankShape(tp, tp_rank, sequence_parallel)
-        assert totals == step_traffic(config, stage=stage_of(pp, stage), rank=rank, shape=shape, vocab_size=101)
+        own = replace(shape, num_crossings=num_crossings(looped_flow(pp), stage))
+        assert totals == step_traffic(config, stages=[stage_of(pp, stage)], rank=rank, shape=own, vocab_size=101)
 
 
 def stage_rank(rank, world, fields):

@@ -12,9 +12,8 @@ from mcore_cli.results import StepResult
 from mcore_cli.stop import StopRequest
 from mcore_cli.trainer import drive, start
 from mcore_cli.verify import ParityReport, logical_weights, parity
-from mcore_cli.world import World
-from mcore_parallel.axis import Layout, build_layout, single_layout
-from mcore_parallel.mesh import build_mesh
+from mcore_cli.world import World, build_run_layout
+from mcore_parallel.axis import Layout
 from mcore_parallel.plugins import PluginManager, plugin_manager
 
 LLAMA = {
@@ -56,12 +55,7 @@ def tiny_config(family: dict, **fields) -> RunConfig:
 
 def layout_of(config: RunConfig, rank: int, world: int) -> Layout:
     """The layout of ``config`` on a rank of the pool."""
-    kv_heads = config.model.num_kv_heads
-    if world == 1:
-        return single_layout(kv_heads)
-    parallel = config.parallel
-    mesh = build_mesh(world, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size)
-    return build_layout(mesh, rank, kv_heads=kv_heads)
+    return build_run_layout(config, world_of(rank, world), manager=fresh_manager())
 
 
 def fresh_manager() -> PluginManager:

@@ -1,4 +1,4 @@
-"""The composition root: from the tree of configuration to a model stage, its optimizer, its plan and its data."""
+"""The composition root: from the tree of configuration to model stages, their optimizer, their plan and their data."""
 
 from __future__ import annotations
 
@@ -6,35 +6,46 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from mcore_cli.config import RunConfig
+from mcore_cli.pipeline import PipelineShape, pipeline_shape, schedules_of, stage_layers_of
 from mcore_data.loader import GlobalBatchLoader
 from mcore_data.sampler import num_micro_batches
 from mcore_data.specs import Tokenizer
 from mcore_data.tokenizers.build import build_tokenizer
-from mcore_models.build import build_stage_model, initialise_model
+from mcore_models.build import build_stage_models, distinct_parameters, initialise_model
 from mcore_models.specs import Recompute, StageSpec
 from mcore_models.stage_model import StageModel
 from mcore_parallel.axis import Layout
 from mcore_parallel.optim.optimizer import ShardedOptimizer, build_optimizer
-from mcore_parallel.pipeline.actions import RankPlan
+from mcore_parallel.pipeline.actions import Kind, Place, RankPlan
+from mcore_parallel.pipeline.collective_actions import with_collectives
 from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
-from mcore_parallel.pipeline.stage import stage_layers
+from mcore_parallel.pipeline.p2p import connect
 from mcore_parallel.plugins import PluginManager, Registry
 from mcore_parallel.specs import OptimizerSpec
+from mcore_parallel.weight_grad import WeightGradQueue
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What one rank trains with, plans proven. ``eval_plan`` runs a global batch forward only."""
+    """What one rank trains with, plans proven. ``chunks``: its stages of the model, by chunk. ``weight_grads``: where
+    they put weight gradients off. ``eval_plan`` runs a global batch forward only."""
 
     config: RunConfig
     layout: Layout
     device: torch.device
-    model: StageModel
+    chunks: tuple[StageModel, ...]
     optimizer: ShardedOptimizer
+    weight_grads: WeightGradQueue
     train_plan: RankPlan
     eval_plan: RankPlan
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of all chunks in build order, a shared one once."""
+        return distinct_parameters(self.chunks)
 
     @property
     def dropout(self) -> bool:
@@ -70,51 +81,62 @@ def train_iterations(config: RunConfig, data_parallel_size: int) -> int:
     return train.train_samples // batch
 
 
-def stage_of(config: RunConfig, layout: Layout) -> StageSpec:
-    """The layers of this rank's stage."""
-    pp = layout.axis("pp")
-    layers = stage_layers(config.model.num_layers, pp.size, pp.rank)
-    return StageSpec(layers.start, len(layers), pp.is_first, pp.is_last)
+def stages_of(config: RunConfig, shape: PipelineShape, rank: int) -> list[StageSpec]:
+    """The stages of pipeline rank ``rank``, one per chunk.
+
+    Raises:
+        PlacementError: the layers cannot be placed as the flags say.
+    """
+    layers, flow = stage_layers_of(config, shape), shape.flow
+    numbers = [flow.stages[Place(rank, chunk)] for chunk in range(flow.num_chunks)]
+    last = flow.num_stages - 1
+    return [StageSpec(layers[n].start, len(layers[n]), n == 0, n == last) for n in numbers]
 
 
-def build_model(
+def build_chunks(
     config: RunConfig, layout: Layout, *, manager: PluginManager, device: torch.device, dtype: torch.dtype | None = None
-) -> StageModel:
-    """This rank's stage, initialised from the seed; ``dtype`` default bf16 or fp32 as the configuration says."""
+) -> tuple[StageModel, ...]:
+    """This rank's stages of the model, initialised from the seed; ``dtype`` default bf16 or fp32 as the configuration
+    says."""
     parallel, default = config.parallel, torch.bfloat16 if config.model.bf16 else torch.float32
     kernels = Registry("transformer implementation", manager.collect("mcore_kernels"))[config.model.transformer_impl]
     recompute = None
     if parallel.recompute_granularity is not None:
         assert parallel.recompute_method is not None, "a rule: recomputation needs its method"
         recompute = Recompute(parallel.recompute_method, parallel.recompute_num_layers or 1)
-    model = build_stage_model(
+    models = build_stage_models(
         config.model,
         layout=layout,
-        stage=stage_of(config, layout),
+        stages=stages_of(config, pipeline_shape(config, schedules_of(manager)), layout.axis("pp").rank),
         kernels=kernels.build(),
         sequence_parallel=parallel.sequence_parallel,
         recompute=recompute,
         dtype=dtype or default,
         device=device,
     )
-    initialise_model(model, seed=config.train.seed)
-    return model
+    for model in models:
+        initialise_model(model, seed=config.train.seed)
+    return tuple(models)
 
 
 def build_parts(
     config: RunConfig, layout: Layout, *, manager: PluginManager, device: torch.device, dtype: torch.dtype | None = None
 ) -> Parts:
-    """Everything that a training step of this rank needs but its data."""
-    model = build_model(config, layout, manager=manager, device=device, dtype=dtype)
+    """Everything that a training step of this rank needs but its data; collective (communicators are made here)."""
+    connect(layout, device=device)
+    train_plan, eval_plan = build_plans(config, layout, manager=manager)
+    chunks = build_chunks(config, layout, manager=manager, device=device, dtype=dtype)
+    weight_grads = WeightGradQueue()
+    weight_grads.attach(distinct_parameters(chunks))
     optimizer = build_optimizer(
-        model.parameters(),
+        distinct_parameters(chunks),
         layout,
         spec=optimizer_spec(config, manager),
         optimizer=config.optimizer,
         parallel=config.parallel,
+        chunk_order=[action.chunk for action in train_plan.actions if action.kind is Kind.REDUCE],
     )
-    train_plan, eval_plan = build_plans(config, layout, manager=manager)
-    return Parts(config, layout, device, model, optimizer, train_plan, eval_plan)
+    return Parts(config, layout, device, chunks, optimizer, weight_grads, train_plan, eval_plan)
 
 
 def optimizer_spec(config: RunConfig, manager: PluginManager) -> OptimizerSpec:
@@ -129,20 +151,14 @@ def build_plans(config: RunConfig, layout: Layout, *, manager: PluginManager) ->
     """This rank's proven plans of a training step and of an evaluation batch.
 
     Raises:
-        ValueError: the schedule wants more than one model chunk per rank, which no model is built with yet.
+        ValueError: the schedule does not take these sizes; the nearest that it does are named.
     """
     pp, dp = layout.axis("pp"), layout.axis("dp").size
-    schedules = Registry("pipeline schedule", manager.collect("mcore_pipeline_schedules"))
-    schedule = schedules[config.parallel.pipeline_schedule]
-    if schedule.min_chunks != 1:
-        raise ValueError(
-            f"--pipeline-schedule {schedule.name} needs {schedule.min_chunks} model chunks per rank; stages hold one: "
-            f"use one of {', '.join(spec.name for spec in schedules if spec.min_chunks == 1)}"
-        )
+    shape = pipeline_shape(config, schedules_of(manager))
     count = num_micro_batches(global_batch_size(config, dp), config.train.micro_batch_size, dp)
-    train = compile_schedule(schedule, num_ranks=pp.size, num_micro_batches=count)
-    forward = compile_forward(schedule, num_ranks=pp.size, num_micro_batches=count)
-    return train.for_rank(pp.rank), forward.for_rank(pp.rank)
+    sizes = {"num_ranks": pp.size, "num_micro_batches": count, "num_chunks": shape.num_chunks}
+    train = with_collectives(compile_schedule(shape.spec, **sizes))
+    return train.for_rank(pp.rank), compile_forward(shape.spec, **sizes).for_rank(pp.rank)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mcore_ckpt.save import save_checkpoint
 from mcore_ckpt.stores import checkpoint_root, store_registry
 from mcore_cli.build import Parts
 from mcore_cli.config import RunConfig
+from mcore_models.build import distinct_parameters
 from mcore_models.stage_model import StageModel
 from mcore_parallel.optim.lr_schedule import ScheduleState
 from mcore_parallel.optim.optimizer import ShardedOptimizer
@@ -49,11 +50,11 @@ def run_communicator() -> Communicator:
     return DistributedCommunicator() if dist.is_initialized() else SingleCommunicator()
 
 
-def model_arrays(model: StageModel) -> list[LocalArray]:
+def model_arrays(chunks: Sequence[StageModel]) -> list[LocalArray]:
     """The boxes of logical weights that this rank holds."""
     return [
         array
-        for parameter in model.parameters()
+        for parameter in distinct_parameters(chunks)
         for array in parameter_arrays("model", parameter, placement_of(parameter))
     ]
 
@@ -74,8 +75,9 @@ def save_run(
     parts: Parts, root: str | Path, *, position: Position, schedule: ScheduleState, data: Mapping[str, Any]
 ) -> Path:
     """Save weights, optimizer, schedule, seed and data position; collective. Returns the checkpoint's folder."""
+    parts.optimizer.complete_weights()
     with_optimizer = not parts.config.checkpoint.no_save_optim
-    arrays = model_arrays(parts.model) + (optimizer_arrays(parts.optimizer) if with_optimizer else [])
+    arrays = model_arrays(parts.chunks) + (optimizer_arrays(parts.optimizer) if with_optimizer else [])
     state = {
         "position": asdict(position),
         "schedule": schedule.to_dict(),
@@ -96,12 +98,13 @@ def load_run(parts: Parts, info: CheckpointInfo) -> Resumed:
     Raises:
         ValueError: the checkpoint has no optimizer state but one is asked for, or its arrays are not this model's.
     """
+    parts.optimizer.complete_weights()
     wanted = parts.config.checkpoint
     with_optimizer = not (wanted.finetune or wanted.no_load_optim)
     saved = info.state["optimizer"]
     if with_optimizer and not saved["saved"]:
         raise ValueError(f"{info.path} holds no optimizer state; give --no-load-optim (or --finetune) to start it anew")
-    arrays = model_arrays(parts.model) + (optimizer_arrays(parts.optimizer) if with_optimizer else [])
+    arrays = model_arrays(parts.chunks) + (optimizer_arrays(parts.optimizer) if with_optimizer else [])
     load_checkpoint(
         info.path,
         arrays,
@@ -128,11 +131,11 @@ def resumed_state(info: CheckpointInfo) -> Resumed:
     )
 
 
-def load_weights(model: StageModel, info: CheckpointInfo) -> None:
+def load_weights(chunks: Sequence[StageModel], info: CheckpointInfo) -> None:
     """Load weights alone, into the dtype that the model has; collective."""
     load_checkpoint(
         info.path,
-        model_arrays(model),
+        model_arrays(chunks),
         communicator=run_communicator(),
         allow_unexpected=("optimizer/*",),
         cast=True,

@@ -40,11 +40,11 @@ def run(config: RunConfig) -> None:
         tokenizer = build_run_tokenizer(config, manager)
         train = config.train.model_copy(update={"eval_interval": 1, "train_iters": 1, "train_samples": None})
         config = with_vocabulary(config.model_copy(update={"train": train}), tokenizer)
-        layout = build_run_layout(config, world)
+        layout = build_run_layout(config, world, manager=manager)
         parts = build_parts(config, layout, manager=manager, device=world.device)
         assert config.checkpoint.load is not None, "mcore eval asks for --load"
         info = open_checkpoint(checkpoint_folder(config.checkpoint.load, manager), config.checkpoint.ckpt_step)
-        load_weights(parts.model, info)
+        load_weights(parts.chunks, info)
         data = build_data(config, tokenizer, layout, manager=manager)
         loss, tokens = validation_loss(parts, data, num_batches=config.train.eval_iters)
         for loader in (data.train, data.valid):

@@ -22,12 +22,12 @@ from mcore_parallel.pipeline.executor import run, run_forward
 
 @dataclass(frozen=True)
 class ModelStage:
-    """A stage model with the micro-batches of one step, as the pipeline executor sees it.
+    """A rank's stage models by chunk, with the micro-batches of one step, as the pipeline executor sees them.
 
     ``step`` None: evaluation, nothing is dropped.
     """
 
-    model: StageModel
+    chunks: Sequence[StageModel]
     batches: Sequence[Batch]
     seed: int
     step: int | None
@@ -35,24 +35,23 @@ class ModelStage:
     @property
     def dtype(self) -> torch.dtype:
         """Of the activations between stages."""
-        return self.model.environment.dtype
+        return self.chunks[0].environment.dtype
 
     @property
     def device(self) -> torch.device:
         """Of the activations between stages."""
-        return torch.device(self.model.environment.device)
+        return torch.device(self.chunks[0].environment.device)
 
     def receive_shape(self, micro_batch: int) -> tuple[int, ...]:
         """``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism."""
-        return self.model.activation_shape(*self.batches[micro_batch].tokens.shape)
+        return self.chunks[0].activation_shape(*self.batches[micro_batch].tokens.shape)
 
     def forward(self, micro_batch: int, chunk: int, received: Tensor | None) -> Tensor:
         """The activation ``[s, b, h]`` (``[s/tp, b, h]``) to send on, or the summed loss on the last stage."""
-        assert chunk == 0, "one chunk per rank"
-        batch = self.batches[micro_batch]
-        last = self.model.stage.is_last
+        model, batch = self.chunks[chunk], self.batches[micro_batch]
+        last = model.stage.is_last
         inputs = self._tensor(batch.tokens) if received is None else received
-        output: Tensor = self.model(
+        output: Tensor = model(
             inputs,
             position_ids=self._tensor(batch.position_ids),
             dropout=self._dropout(batch),
@@ -89,29 +88,41 @@ def backward_all(parts: Parts, batches: Sequence[Batch], *, step: int) -> list[T
 
     ``step`` numbers the optimizer step (it keys dropout). Returns the summed losses, on the last stage only.
     """
-    stage = ModelStage(parts.model, batches, parts.config.train.seed, step if parts.dropout else None)
-    parts.optimizer.begin_step(len(batches))
-    result = run(parts.train_plan, stage=stage, axis=parts.layout.axis("pp"))
-    parts.optimizer.finish_grads()
+    stage = ModelStage(parts.chunks, batches, parts.config.train.seed, step if parts.dropout else None)
+    optimizer = parts.optimizer
+    optimizer.begin_step(len(batches))
+    result = run(
+        parts.train_plan,
+        stage=stage,
+        axis=parts.layout.axis("pp"),
+        weight_grads=parts.weight_grads,
+        reduce=optimizer.reduce_chunk,
+        gather=optimizer.complete_weights,
+    )
+    optimizer.finish_grads()
     return result.losses
 
 
 def forward_all(parts: Parts, batches: Sequence[Batch]) -> list[Tensor]:
     """Summed losses of evaluation micro-batches, on the last stage only."""
-    stage = ModelStage(parts.model, batches, parts.config.train.seed, None)
-    parts.model.eval()
+    parts.optimizer.complete_weights()
+    stage = ModelStage(parts.chunks, batches, parts.config.train.seed, None)
+    for model in parts.chunks:
+        model.eval()
     try:
         return run_forward(parts.eval_plan, stage=stage, axis=parts.layout.axis("pp")).losses
     finally:
-        parts.model.train()
+        for model in parts.chunks:
+            model.train()
 
 
 def sum_over_ranks(
     layout: Layout, losses: Sequence[Tensor], batches: Sequence[Batch], *, device: torch.device, stop: bool = False
 ) -> Sums:
     """Sum losses and valid tokens over all samples, each counted once, and the wishes to stop over all ranks."""
-    counts = layout.axis("tp").is_first and layout.axis("pp").is_last
-    loss = sum(float(loss) for loss in losses) if counts else 0.0
+    has_loss = layout.axis("tp").is_first and len(losses) > 0
+    counts = layout.axis("tp").is_first and layout.axis("pp").is_first
+    loss = sum(float(loss) for loss in losses) if has_loss else 0.0
     tokens = sum(float(batch.loss_mask.sum(dtype="float64")) for batch in batches) if counts else 0.0
     sums = torch.tensor([loss, tokens, float(stop)], dtype=torch.float64, device=device)
     all_reduce(sums, layout.axis("world"))

@@ -88,7 +88,7 @@ class Trainer:
         batches = self.data.train.micro_batches(consumed)
         losses = backward_all(self.parts, batches, step=self.position.iteration)
         sums = self._sum(losses, batches)
-        stats = optimizer.step(sums.tokens)
+        stats = optimizer.step(sums.tokens, wait=False)
         if not (stats.applied and math.isfinite(sums.loss)):
             self._fail(sums, stats.grad_norm)
         self.stopping = sums.stops > 0
@@ -200,7 +200,7 @@ def start(config: RunConfig, world: World, *, manager: PluginManager, stop: Stop
     """Build a trainer and resume it if the configuration says so; also one-line notices for the user."""
     tokenizer = build_run_tokenizer(config, manager)
     config = with_vocabulary(config, tokenizer)
-    layout = build_run_layout(config, world)
+    layout = build_run_layout(config, world, manager=manager)
     parts = build_parts(config, layout, manager=manager, device=world.device)
     data = build_data(config, tokenizer, layout, manager=manager)
     dp = layout.axis("dp").size

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_cli.config import RunConfig
+from mcore_cli.pipeline import pipeline_shape, schedules_of
 from mcore_parallel.axis import Layout, build_layout
 from mcore_parallel.mesh import DEFAULT_ORDER, TP_PP_DP_ORDER, build_mesh
+from mcore_parallel.plugins import PluginManager
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def _backend(choice: str, device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if choice == "auto" else f"cpu:gloo,cuda:{choice}"
 
 
-def build_run_layout(config: RunConfig, world: World) -> Layout:
-    """The mesh of the run and this rank's axes on it."""
+def build_run_layout(config: RunConfig, world: World, *, manager: PluginManager) -> Layout:
+    """The mesh of the run and this rank's axes on it; the schedule says where the first and last stage live."""
     parallel = config.parallel
     mesh = build_mesh(
         world.size,
@@ -88,4 +90,11 @@ def build_run_layout(config: RunConfig, world: World) -> Layout:
         cp=parallel.context_parallel_size,
         order=TP_PP_DP_ORDER if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
     )
-    return build_layout(mesh, world.rank, kv_heads=config.model.num_kv_heads, timeout=world.timeout)
+    places = pipeline_shape(config, schedules_of(manager)).flow.places
+    return build_layout(
+        mesh,
+        world.rank,
+        kv_heads=config.model.num_kv_heads,
+        ends=(places[0].rank, places[-1].rank),
+        timeout=world.timeout,
+    )

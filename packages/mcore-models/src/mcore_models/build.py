@@ -1,10 +1,11 @@
-"""From a model configuration to one stage's modules: the only place in this package that reads ``ModelConfig`` fields
+"""From a model configuration to the modules of a rank's stages: the only place in this package that reads ``ModelConfig`` fields
 to build layers."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from mcore_models.norm import LayerNorm, RMSNorm
 from mcore_models.output import Output
 from mcore_models.rope import RopeScaling, RotaryEmbedding, rotary_size
 from mcore_models.rules import violations
-from mcore_models.specs import Recompute, StageSpec
+from mcore_models.specs import Recompute, StageSpec, holds_both_ends
 from mcore_models.stage_model import StageModel
 from mcore_models.vocabulary import VocabularySplit
 from mcore_parallel import rng
@@ -37,19 +38,22 @@ POSITION_EMBEDDING = "embedding.position_embeddings.weight"
 OUTPUT_WEIGHT = "output_layer.weight"
 
 
-def build_stage_model(
+def build_stage_models(
     config: ModelConfig,
     *,
     layout: Layout,
-    stage: StageSpec,
+    stages: Sequence[StageSpec],
     kernels: KernelSet,
     sequence_parallel: bool = False,
     recompute: Recompute | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> StageModel:
-    """Build the modules of ``stage``, their parameters placed but empty: :func:`initialise_model` or a load fills them.
-    Padding rows are zero from the start.
+) -> list[StageModel]:
+    """Build the modules of a rank's ``stages``, one per model chunk, their parameters placed but empty:
+    :func:`initialise_model` or a load fills them. Padding rows are zero from the start.
+
+    With tied weights the word embedding is one parameter where the first and the last stage are both among ``stages``;
+    otherwise each of the two ranks holds a copy, whose gradients are partial over the axis ``embedding``.
 
     Raises:
         ValueError: the vocabulary is not known, or the configuration cannot be built at this tensor-parallel size;
@@ -70,9 +74,55 @@ def build_stage_model(
     if config.vocab_size is None:
         raise ValueError("vocab-size is not known: give --vocab-size, or a tokenizer to take it from")
     vocabulary = VocabularySplit(config.vocab_size, config.make_vocab_size_divisible_by, tp.size, tp.rank)
-    model = _Builder(config, environment, stage, vocabulary).model(recompute)
-    _clear_padding(model)
+    builder = _Builder(config, environment, vocabulary, tied_stages=config.tied and not holds_both_ends(stages))
+    embedding = builder.embedding() if any(stage.is_first for stage in stages) else None
+    models = [builder.model(stage, embedding, recompute) for stage in stages]
+    _number_chunks(models)
+    for model in models:
+        _clear_padding(model)
+    return models
+
+
+def build_stage_model(
+    config: ModelConfig,
+    *,
+    layout: Layout,
+    stage: StageSpec,
+    kernels: KernelSet,
+    sequence_parallel: bool = False,
+    recompute: Recompute | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> StageModel:
+    """:func:`build_stage_models` of a rank that holds one stage."""
+    (model,) = build_stage_models(
+        config,
+        layout=layout,
+        stages=[stage],
+        kernels=kernels,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        dtype=dtype,
+        device=device,
+    )
     return model
+
+
+def distinct_parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of a rank's chunks in build order, a shared one once."""
+    return list({id(parameter): parameter for model in models for parameter in model.parameters()}.values())
+
+
+def _number_chunks(models: Sequence[StageModel]) -> None:
+    """Write each parameter's chunk into its placement. A word embedding that two chunks share belongs to the first
+    stage's, whose backward comes last."""
+    order = sorted(range(len(models)), key=lambda chunk: not models[chunk].stage.is_first)
+    seen: set[int] = set()
+    for chunk in order:
+        for parameter in models[chunk].parameters():
+            if id(parameter) not in seen:
+                place(parameter, replace(placement_of(parameter), chunk=chunk))
+                seen.add(id(parameter))
 
 
 def _clear_padding(model: nn.Module) -> None:
@@ -91,19 +141,21 @@ def initialise_model(model: nn.Module, *, seed: int) -> None:
 
 @dataclass(frozen=True)
 class _Builder:
+    """``tied_stages``: tied weights whose two ends live on different ranks."""
+
     config: ModelConfig
     environment: Environment
-    stage: StageSpec
     vocabulary: VocabularySplit
+    tied_stages: bool
 
-    def model(self, recompute: Recompute | None) -> StageModel:
-        embedding = self.embedding() if self.stage.is_first else None
-        first = self.stage.first_layer
+    def model(self, stage: StageSpec, embedding: Embedding | None, recompute: Recompute | None) -> StageModel:
+        """``embedding``: that of the first stage, if this rank has it."""
+        first = stage.first_layer
         return StageModel(
-            self.stage,
-            embedding=embedding,
-            layers=[self.layer(i) for i in range(first, first + self.stage.num_layers)],
-            output=self.output(embedding) if self.stage.is_last else None,
+            stage,
+            embedding=embedding if stage.is_first else None,
+            layers=[self.layer(i) for i in range(first, first + stage.num_layers)],
+            output=self.output(embedding) if stage.is_last else None,
             rotary=self.rotary(),
             recompute=recompute,
             environment=self.environment,
@@ -142,22 +194,22 @@ class _Builder:
         kind = RMSNorm if self.config.normalization == "RMSNorm" else LayerNorm
         return kind(name, self.config.hidden_size, epsilon=self.config.norm_epsilon, environment=self.environment)
 
-    def vocabulary_placement(self, name: str, *, tied_stages: bool) -> Placement:
+    def vocabulary_placement(self, name: str) -> Placement:
         split = self.vocabulary
         begin, end = split.first_row, split.first_row + split.local_rows
         shape = (split.vocab_size, self.config.hidden_size)
         piece = rows(name, shape, begin=begin, end=end, init=self.init)
-        return Placement((shared(piece, partial_over=("embedding",)) if tied_stages else piece,))
+        is_copy = self.tied_stages and name == WORD_EMBEDDING
+        return Placement((shared(piece, partial_over=("embedding",)) if is_copy else piece,))
 
     def embedding(self) -> Embedding:
         config, environment = self.config, self.environment
-        tied_stages = config.tied and not self.stage.is_last
         words = VocabParallelEmbedding(
             self.vocabulary.local_rows,
             config.hidden_size,
             tp=environment.tp,
             first_row=self.vocabulary.first_row,
-            weight=self.vocabulary_placement(WORD_EMBEDDING, tied_stages=tied_stages),
+            weight=self.vocabulary_placement(WORD_EMBEDDING),
             sequence_parallel=environment.sequence_parallel,
             dtype=environment.dtype,
             device=environment.device,
@@ -186,7 +238,7 @@ class _Builder:
         else:
             name = WORD_EMBEDDING if config.tied else OUTPUT_WEIGHT
             weight = environment.empty((self.vocabulary.local_rows, config.hidden_size))
-            place(weight, self.vocabulary_placement(name, tied_stages=config.tied))
+            place(weight, self.vocabulary_placement(name))
         return Output(
             self.norm("decoder.final_layernorm"),
             weight,

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mcore_models.config import ModelConfig
 from mcore_models.heads import HeadSplit
-from mcore_models.specs import StageSpec
+from mcore_models.specs import StageSpec, holds_both_ends
 from mcore_models.vocabulary import VocabularySplit
 
 
 @dataclass(frozen=True)
 class LocalParameter:
     """``num_elements`` as stored (padding included), whether weight decay applies, and by axis how many elements have a
-    gradient that is still to be summed over it after backward."""
+    gradient that is still to be summed over it after backward; ``chunk``: the model chunk it belongs to."""
 
     num_elements: int
     decay: bool = True
     partial: Mapping[str, int] = field(default_factory=dict)
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,20 @@ class RankShape:
 
 
 def local_parameters(
-    config: ModelConfig, *, stage: StageSpec, rank: RankShape, vocab_size: int
+    config: ModelConfig, *, stages: Sequence[StageSpec], rank: RankShape, vocab_size: int
 ) -> list[LocalParameter]:
-    """The parameters of a rank of ``stage`` in build order, as :mod:`mcore_models.build` makes them.
+    """The parameters of a rank that holds ``stages``, one per model chunk, in build order, as
+    :mod:`mcore_models.build` makes them.
 
-    A tied output weight of a stage that has the embedding too is the same parameter and listed once.
+    A tied word embedding whose two ends are on the rank is one parameter and listed once.
     """
-    parts = _Parts(
-        config, rank, VocabularySplit(vocab_size, config.make_vocab_size_divisible_by, rank.tp, rank.tp_rank)
-    )
-    found: list[LocalParameter] = []
-    if stage.is_first:
-        found += parts.embedding(tied_stages=config.tied and not stage.is_last)
-    for _ in range(stage.num_layers):
-        found += parts.layer()
-    if stage.is_last:
-        if not (config.tied and stage.is_first):
-            found.append(parts.vocabulary(tied_stages=config.tied))
-        found += parts.norm()
-    return found
+    split = VocabularySplit(vocab_size, config.make_vocab_size_divisible_by, rank.tp, rank.tp_rank)
+    parts = _Parts(config, rank, split, tied_stages=config.tied and not holds_both_ends(stages))
+    return [
+        replace(parameter, chunk=chunk)
+        for chunk, stage in enumerate(stages)
+        for parameter in parts.stage(stage, shares_embedding=config.tied and holds_both_ends(stages))
+    ]
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,17 @@ class _Parts:
     config: ModelConfig
     rank: RankShape
     split: VocabularySplit
+    tied_stages: bool
+
+    def stage(self, stage: StageSpec, *, shares_embedding: bool) -> Iterator[LocalParameter]:
+        if stage.is_first:
+            yield from self.embedding()
+        for _ in range(stage.num_layers):
+            yield from self.layer()
+        if stage.is_last:
+            if not shares_embedding:
+                yield self.vocabulary(tied_stages=self.tied_stages)
+            yield from self.norm()
 
     def replicated(self, num_elements: int, *, decay: bool = False) -> LocalParameter:
         partial = {"tp": num_elements} if self.rank.sequence_parallel and self.rank.tp > 1 else {}
@@ -69,11 +76,11 @@ class _Parts:
             split.local_rows * hidden, partial={"embedding": true_rows * hidden} if tied_stages else {}
         )
 
-    def embedding(self, *, tied_stages: bool) -> Iterator[LocalParameter]:
+    def embedding(self) -> Iterator[LocalParameter]:
         # a module's own parameters come before those of its sub-modules
         if self.config.position_embedding_type == "learned_absolute":
             yield self.replicated((self.config.max_position_embeddings or 0) * self.config.hidden_size, decay=True)
-        yield self.vocabulary(tied_stages=tied_stages)
+        yield self.vocabulary(tied_stages=self.tied_stages)
 
     def norm(self) -> list[LocalParameter]:
         count = 2 if self.config.normalization == "LayerNorm" else 1

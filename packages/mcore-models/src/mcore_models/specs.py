@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +59,11 @@ class StageSpec:
     def is_whole(self) -> bool:
         """Whether this stage is the whole model (pipeline size 1)."""
         return self.is_first and self.is_last
+
+
+def holds_both_ends(stages: Sequence[StageSpec]) -> bool:
+    """Whether the first and the last stage of the model are both among a rank's ``stages``."""
+    return any(stage.is_first for stage in stages) and any(stage.is_last for stage in stages)
 
 
 @dataclass(frozen=True)

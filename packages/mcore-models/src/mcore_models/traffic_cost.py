@@ -7,13 +7,14 @@ activation of one micro-batch. Sums of scalars for logging and the gradient norm
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mcore_models.config import ModelConfig
 from mcore_models.local_parameters import LocalParameter, RankShape, local_parameters
 from mcore_models.specs import Recompute, StageSpec
 from mcore_parallel.flat_layout import plan_buckets
+from mcore_parallel.pipeline.actions import Flow
 
 Traffic = Counter[tuple[str, str]]
 
@@ -24,12 +25,13 @@ class StepShape:
 
     ``data_ranks``: dp x cp. ``weight_bytes``: of a weight or activation element; ``reduce_bytes``: of an activation
     element while it is summed (4 for 16-bit activations on CPU, where they are summed in fp32; else as the former).
+    ``num_crossings``: see :func:`num_crossings`.
     """
 
     seq_length: int
     micro_batch_size: int
     num_micro_batches: int
-    pp: int = 1
+    num_crossings: int = 0
     data_ranks: int = 1
     zero: bool = False
     bucket_size: int = 40_000_000
@@ -48,15 +50,26 @@ class StepShape:
         return max(4, self.weight_bytes)
 
 
+def num_crossings(flow: Flow, rank: int) -> int:
+    """Boundaries between a stage of ``rank`` and the next or previous one on another rank: over each, a micro-batch
+    sends one activation one way and one gradient the other."""
+    neighbours = (find(rank, chunk) for chunk in range(flow.num_chunks) for find in (flow.upstream, flow.downstream))
+    return sum(place is not None and place.rank != rank for place in neighbours)
+
+
 def step_traffic(
-    config: ModelConfig, *, stage: StageSpec, rank: RankShape, shape: StepShape, vocab_size: int
+    config: ModelConfig, *, stages: Sequence[StageSpec], rank: RankShape, shape: StepShape, vocab_size: int
 ) -> dict[tuple[str, str], int]:
-    """Bytes by ``(axis, operation)``, as ``TrafficRecorder.totals()`` of that rank has them after one step."""
+    """Bytes by ``(axis, operation)``, as ``TrafficRecorder.totals()`` of that rank has them after one step.
+
+    ``stages``: those of the rank, one per model chunk.
+    """
     traffic: Traffic = Counter()
     if rank.tp > 1:
-        _tensor_parallel(traffic, config, stage, rank, shape)
-    _pipeline(traffic, config, stage, rank, shape)
-    parameters = local_parameters(config, stage=stage, rank=rank, vocab_size=vocab_size)
+        for stage in stages:
+            _tensor_parallel(traffic, config, stage, rank, shape)
+    _pipeline(traffic, config, rank, shape)
+    parameters = local_parameters(config, stages=stages, rank=rank, vocab_size=vocab_size)
     _partial_sums(traffic, parameters, shape)
     _data_parallel(traffic, parameters, shape)
     return {key: count for key, count in traffic.items() if count}
@@ -102,14 +115,11 @@ def _recomputed(config: ModelConfig, stage: StageSpec, recompute: Recompute | No
     return inputs, outputs
 
 
-def _pipeline(traffic: Traffic, config: ModelConfig, stage: StageSpec, rank: RankShape, shape: StepShape) -> None:
-    if shape.pp == 1:
-        return
-    neighbours = int(not stage.is_first) + int(not stage.is_last)
+def _pipeline(traffic: Traffic, config: ModelConfig, rank: RankShape, shape: StepShape) -> None:
     cut = rank.tp if rank.sequence_parallel else 1
     message = shape.tokens // cut * config.hidden_size * shape.weight_bytes
     for op in ("send", "recv"):
-        traffic["pp", op] += neighbours * shape.num_micro_batches * message
+        traffic["pp", op] += shape.num_crossings * shape.num_micro_batches * message
 
 
 def _partial_sums(traffic: Traffic, parameters: Iterable[LocalParameter], shape: StepShape) -> None:
@@ -122,11 +132,10 @@ def _data_parallel(traffic: Traffic, parameters: list[LocalParameter], shape: St
     """Plain: an all-reduce of all main gradients. ZeRO-1: a reduce-scatter of them, an all-gather of the weights."""
     if shape.data_ranks == 1:
         return
-    kinds: dict[tuple[bool, tuple[str, ...]], list[tuple[int, int]]] = {}
+    kinds: dict[tuple[bool, tuple[str, ...], int], list[tuple[int, int]]] = {}
     for index, parameter in enumerate(parameters):
-        kinds.setdefault((parameter.decay, tuple(sorted(parameter.partial))), []).append(
-            (index, parameter.num_elements)
-        )
+        kind = parameter.decay, tuple(sorted(parameter.partial)), parameter.chunk
+        kinds.setdefault(kind, []).append((index, parameter.num_elements))
     num_shards = shape.data_ranks if shape.zero else 1
     total = sum(
         plan_buckets(sizes[::-1], bucket_size=shape.bucket_size, num_shards=num_shards)[-1].end

@@ -100,16 +100,25 @@ class Layout:
         return group if self.rank in members else None
 
 
-def build_layout(mesh: Mesh, rank: int, *, kv_heads: int = 0, timeout: timedelta = timedelta(minutes=10)) -> Layout:
+def build_layout(
+    mesh: Mesh,
+    rank: int,
+    *,
+    kv_heads: int = 0,
+    ends: tuple[int, int] = (0, -1),
+    timeout: timedelta = timedelta(minutes=10),
+) -> Layout:
     """The axes that training uses: tp, pp, dp, cp, dp_cp, world, embedding (first and last stage), kv_copy.
 
-    ``kv_heads``: number of KV heads; when fewer than tp, ``kv_copy`` is the axis of tp ranks that share one.
+    ``kv_heads``: number of KV heads; when fewer than tp, ``kv_copy`` is the axis of tp ranks that share one. ``ends``:
+    the pipeline ranks of the first and the last stage; equal where both live on one rank, and nothing is exchanged.
     """
     layout = Layout(mesh, rank, timeout=timeout)
     for names in (("tp",), ("pp",), ("dp",), ("cp",), ("dp", "cp")):
         layout.add(*names)
     layout.add_groups("world", [range(mesh.world_size)])
-    layout.add_groups("embedding", (dict.fromkeys((g[0], g[-1])) for g in mesh.groups("pp").tolist()))  # type: ignore[misc]
+    first, last = ends
+    layout.add_groups("embedding", [list(dict.fromkeys((g[first], g[last]))) for g in mesh.groups("pp").tolist()])
     copies = num_kv_copies(mesh.size("tp"), kv_heads)
     layout.add("kv_copy", mesh=mesh.view(("tp",), {"kv": mesh.size("tp") // copies, "kv_copy": copies}))
     return layout
