@@ -44,8 +44,8 @@ def test_1f1b_with_fewer_micro_batches_than_stages() -> None:
 
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(0, 1), (1, 0), (-1, 3)])
 def test_1f1b_refuses_nothing_to_do(num_stages: int, num_micro_batches: int) -> None:
-    with pytest.raises(ValueError, match=f"got {num_stages} stages and {num_micro_batches} micro-batches"):
-        one_f_one_b.plan(num_stages, num_micro_batches)
+    with pytest.raises(ValueError, match=f"got {num_stages} ranks and {num_micro_batches} micro-batches"):
+        SPEC.actions(num_stages, num_micro_batches)
 
 
 def makespan(compute: ComputePlan, flow: Flow, times: dict[Kind, int]) -> int:

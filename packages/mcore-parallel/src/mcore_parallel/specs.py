@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_parallel.pipeline.actions import Action, Flow, looped_flow
@@ -15,11 +15,12 @@ class ScheduleSpec:
 
     ``plan(num_ranks, num_micro_batches)`` returns one list of :class:`~mcore_parallel.pipeline.actions.Action` per
     rank. It also gets the keyword ``num_chunks`` (model chunks per rank) unless the schedule takes one chunk alone, and
-    those of ``options`` that are set.
+    the options that :meth:`with_options` bound.
 
     ``min_chunks``, ``max_chunks``: how many chunks a rank may hold (``max_chunks=None``: any number above).
     ``flow(num_ranks, num_chunks)``: where the stages live. ``legal``, called as ``plan`` is: why the schedule cannot
-    run these sizes, with the nearest that it can, or None. ``options``: names of further keywords (``group_size``).
+    run these sizes, with the nearest that it can, or None. ``options``: names of further keywords (``group_size``);
+    with ``configure``, that function makes of them the spec to use instead of ``plan`` and ``legal`` getting them.
     ``splits_backward``: whether plans hold input-gradient and weight-gradient passes.
     ``aliases``: other names that users know it by. ``bubble``, ``memory``, ``paper``: for people.
     """
@@ -31,6 +32,8 @@ class ScheduleSpec:
     flow: Callable[[int, int], Flow] = looped_flow
     legal: Callable[..., str | None] | None = None
     options: tuple[str, ...] = ()
+    configure: Callable[..., ScheduleSpec] | None = None
+    bound: tuple[tuple[str, Any], ...] = ()
     splits_backward: bool = False
     aliases: tuple[str, ...] = ()
     summary: str = ""
@@ -38,9 +41,24 @@ class ScheduleSpec:
     memory: str = ""
     paper: str = ""
 
-    def why_illegal(
-        self, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None, **options: Any
-    ) -> str | None:
+    def with_options(self, **options: Any) -> ScheduleSpec:
+        """This schedule with ``options`` set, for good; None counts as not given.
+
+        Raises:
+            ValueError: an option that the schedule does not take, or a value that it refuses.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        unknown = sorted(set(given).difference(self.options))
+        if unknown:
+            takes = ", ".join(self.options) or "no options"
+            raise ValueError(f"{self.name} takes no {', '.join(unknown)} (it takes {takes})")
+        if not given:
+            return self
+        if self.configure is not None:
+            return self.configure(**given)
+        return replace(self, bound=tuple({**dict(self.bound), **given}.items()))
+
+    def why_illegal(self, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> str | None:
         """Why the schedule cannot run these sizes, with the nearest legal ones; None if it can.
 
         ``num_chunks``: model chunks per rank, by default the fewest that the schedule takes.
@@ -53,30 +71,23 @@ class ScheduleSpec:
             )
         if chunks < self.min_chunks or (self.max_chunks is not None and chunks > self.max_chunks):
             return f"{self.name} needs {self._chunk_words()} per rank, got {chunks}"
-        unknown = sorted(name for name, value in options.items() if value is not None and name not in self.options)
-        if unknown:
-            return f"{self.name} takes no {', '.join(unknown)} (it takes {', '.join(self.options) or 'no options'})"
-        return None if self.legal is None else self._call(self.legal, num_ranks, num_micro_batches, chunks, options)
+        return None if self.legal is None else self._call(self.legal, num_ranks, num_micro_batches, chunks)
 
-    def actions(
-        self, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None, **options: Any
-    ) -> list[list[Action]]:
+    def actions(self, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> list[list[Action]]:
         """Each rank's compute actions.
 
         Raises:
             ValueError: the sizes are illegal; the text of :meth:`why_illegal`.
         """
-        reason = self.why_illegal(num_ranks, num_micro_batches, num_chunks, **options)
+        reason = self.why_illegal(num_ranks, num_micro_batches, num_chunks)
         if reason is not None:
             raise ValueError(reason)
         chunks = self.min_chunks if num_chunks is None else num_chunks
-        plan: list[list[Action]] = self._call(self.plan, num_ranks, num_micro_batches, chunks, options)
+        plan: list[list[Action]] = self._call(self.plan, num_ranks, num_micro_batches, chunks)
         return plan
 
-    def _call(
-        self, function: Callable[..., Any], num_ranks: int, num_micro_batches: int, chunks: int, options: dict[str, Any]
-    ) -> Any:
-        keywords = {name: value for name, value in options.items() if value is not None}
+    def _call(self, function: Callable[..., Any], num_ranks: int, num_micro_batches: int, chunks: int) -> Any:
+        keywords = dict(self.bound)
         if (self.min_chunks, self.max_chunks) != (1, 1):
             keywords["num_chunks"] = chunks
         return function(num_ranks, num_micro_batches, **keywords)

@@ -16,14 +16,15 @@ def compile_schedule(
     """The proven plan of one training step: the schedule's actions with derived communication.
 
     ``num_ranks``: size of the pipeline axis. ``num_chunks``: model chunks per rank, by default the fewest that the
-    schedule takes. ``options``: the schedule's own (``group_size``); None counts as not given.
+    schedule takes. ``options``: the schedule's own (``group_size``, ``table``); None counts as not given.
 
     Raises:
         ScheduleError: the schedule is wrong (rank, position, action and reason are named).
         ValueError: the schedule does not accept these numbers (the nearest that it does are named).
     """
+    spec = spec.with_options(**options)
     chunks = spec.min_chunks if num_chunks is None else num_chunks
-    compute = spec.actions(num_ranks, num_micro_batches, chunks, **options)
+    compute = spec.actions(num_ranks, num_micro_batches, chunks)
     plan = with_communication(compute, num_micro_batches=num_micro_batches, flow=spec.flow(num_ranks, chunks))
     verify(plan)
     return plan

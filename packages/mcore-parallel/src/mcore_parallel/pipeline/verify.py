@@ -187,10 +187,10 @@ class _RankCheck:
             for action in actions:
                 self._check_action(position, action, needs, done)
             for action in actions:
-                done[action] = position
                 if action.kind is Kind.INPUT_GRAD:
                     # An input gradient stands in for the backward in all that follows, and excludes it.
                     done[action._replace(kind=Kind.BACKWARD)] = position
+                done[action] = position
             if actions[0].kind in COMMUNICATION_KINDS:
                 self.groups.append(_Group(position, actions, [self._join_stream(position, a) for a in actions]))
         self._count(done)

@@ -9,119 +9,148 @@ Nothing here imports pytest; the classes hold plain ``test_`` methods that say i
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mcore_parallel.config import OptimizerConfig
-from mcore_parallel.pipeline.actions import COMPUTE_KINDS, Action, Plan
+from mcore_parallel.pipeline.actions import COMPUTE_KINDS, Kind, Plan
 from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
+from mcore_parallel.pipeline.simulate import simulate
 from mcore_parallel.pipeline.verify import Report, verify
 from mcore_parallel.specs import OptimizerSpec, ScheduleSpec
+
+
+class Case(NamedTuple):
+    """Sizes that a schedule is asked for."""
+
+    num_ranks: int
+    num_micro_batches: int
+    num_chunks: int
 
 
 class ScheduleConformance:
     """What every :class:`~mcore_parallel.specs.ScheduleSpec` must do.
 
-    Set ``spec``; override ``is_legal`` if the schedule refuses some numbers (it must do so with ``ValueError``) and
-    ``max_live`` to hold it to a bound on live activations. ``ranks`` and ``micro_batches`` span the grid of cases.
+    Set ``spec``; override ``max_live`` and ``max_held`` to hold it to its bounds on memory. ``ranks``,
+    ``micro_batches`` and ``chunks`` span the grid of cases; the spec says which of them are legal, and must refuse the
+    others with ``ValueError``.
     """
 
     spec: ClassVar[ScheduleSpec]
     ranks: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
     micro_batches: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 8, 17)
+    chunks: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
 
-    def is_legal(self, num_ranks: int, num_micro_batches: int) -> bool:
-        """Whether the schedule accepts these numbers."""
-        return True
-
-    def max_live(self, num_ranks: int, num_micro_batches: int, rank: int) -> int:
+    def max_live(self, case: Case, rank: int) -> int:
         """The most chunk activations that ``rank`` may hold at once."""
-        return num_micro_batches * self.spec.min_chunks
+        return case.num_micro_batches * case.num_chunks
+
+    def max_held(self, case: Case, rank: int) -> int:
+        """The most chunk activations and deferred weight gradients that ``rank`` may hold together."""
+        return case.num_micro_batches * case.num_chunks
 
     def test_legal_cases_are_proven(self) -> None:
-        """Complete, in order, matched and free of deadlock, with as many live activations as it says."""
-        for num_ranks, num_micro_batches in self._legal():
-            _, report = self._proven(num_ranks, num_micro_batches)
-            for rank, live in enumerate(report.peak_live):
-                bound = self.max_live(num_ranks, num_micro_batches, rank)
-                case = self._case(num_ranks, num_micro_batches)
-                assert live <= bound, f"{case}: rank {rank} holds {live} live activations, at most {bound}"
+        """Complete, in order, matched and free of deadlock, holding no more than it says."""
+        for case in self._legal():
+            _, report = self._proven(case)
+            for rank, (live, held) in enumerate(zip(report.peak_live, report.peak_held, strict=True)):
+                bound, whole = self.max_live(case, rank), self.max_held(case, rank)
+                assert live <= bound, f"{self._name(case)}: rank {rank} holds {live} live activations, at most {bound}"
+                assert held <= whole, f"{self._name(case)}: rank {rank} holds {held} passes, at most {whole}"
 
     def test_traffic_is_one_message_each_way_per_boundary(self) -> None:
         """Boundaries between ranks times micro-batches, once forward and once backward."""
-        for num_ranks, num_micro_batches in self._legal():
-            plan, report = self._proven(num_ranks, num_micro_batches)
+        for case in self._legal():
+            plan, report = self._proven(case)
             places = plan.flow.places
             boundaries = sum(a.rank != b.rank for a, b in zip(places, places[1:], strict=False))
-            assert report.num_messages == 2 * boundaries * num_micro_batches, self._case(num_ranks, num_micro_batches)
+            assert report.num_messages == 2 * boundaries * case.num_micro_batches, self._name(case)
+
+    def test_it_simulates(self) -> None:
+        """Every rank works all passes, the first rank of the flow starts at once, and no bubble is negative."""
+        for case in self._legal():
+            plan, report = self._proven(case)
+            timeline = simulate(plan)
+            work = 3.0 * case.num_micro_batches * case.num_chunks
+            assert timeline.work == (work,) * case.num_ranks, self._name(case)
+            assert timeline.peak_live == report.peak_live, self._name(case)
+            assert timeline.peak_deferred == report.peak_deferred, self._name(case)
+            assert 0 <= timeline.bubble_span <= 1, self._name(case)
+            assert 0 <= timeline.bubble_makespan < 1, self._name(case)
 
     def test_illegal_cases_are_refused(self) -> None:
-        """By a ValueError that holds both numbers, before anything runs."""
-        for num_ranks, num_micro_batches in self._grid():
-            if self.is_legal(num_ranks, num_micro_batches):
+        """By a ValueError that holds the numbers, before anything runs."""
+        for case in self._grid():
+            if self.spec.why_illegal(*case) is None:
                 continue
-            message = self._refusal(num_ranks, num_micro_batches)
-            assert str(num_ranks) in message, message
-            assert str(num_micro_batches) in message, message
+            message = self._refusal(case)
+            in_range = self.spec.min_chunks <= case.num_chunks <= (self.spec.max_chunks or case.num_chunks)
+            for number in case[:2] if in_range else case[2:]:
+                assert str(number) in message, f"{self._name(case)}: {message}"
 
     def test_numbers_below_one_are_refused(self) -> None:
         """No rank or no micro-batch is a mistake, not an empty plan."""
         for num_ranks, num_micro_batches in ((0, 1), (1, 0), (2, -1)):
-            self._refusal(num_ranks, num_micro_batches)
+            self._refusal(Case(num_ranks, num_micro_batches, self.spec.min_chunks))
 
     def test_plan_is_pure(self) -> None:
         """Ranks plan for themselves and must agree: equal numbers give equal plans, and no list is shared."""
-        for num_ranks, num_micro_batches in self._legal():
-            first = self._compute(num_ranks, num_micro_batches)
+        for case in self._legal():
+            first = self.spec.actions(*case)
             expected = copy.deepcopy(first)
             for actions in first:
                 if isinstance(actions, list):
                     actions.clear()
-            again = self._compute(num_ranks, num_micro_batches)
-            assert again == expected, self._case(num_ranks, num_micro_batches)
+            assert self.spec.actions(*case) == expected, self._name(case)
 
     def test_plan_holds_compute_alone(self) -> None:
-        """Sends and receives are derived, and chunks stay within what the spec declares."""
-        for num_ranks, num_micro_batches in self._legal():
-            for actions in self._compute(num_ranks, num_micro_batches):
+        """Sends and receives are derived, chunks stay within their number, and split backwards are declared."""
+        for case in self._legal():
+            for actions in self.spec.actions(*case):
                 for action in actions:
-                    where = f"{self._case(num_ranks, num_micro_batches)}: {action}"
+                    where = f"{self._name(case)}: {action}"
                     assert action.kind in COMPUTE_KINDS, where
-                    assert 0 <= action.chunk < self.spec.min_chunks, where
+                    assert 0 <= action.chunk < case.num_chunks, where
+                    assert self.spec.splits_backward or action.kind in (Kind.FORWARD, Kind.BACKWARD), where
 
     def test_evaluation_is_proven(self) -> None:
-        """The forward-only plan with the schedule's chunks."""
-        for num_ranks, num_micro_batches in self._grid():
-            compile_forward(self.spec, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+        """The forward-only plan with the schedule's chunks, also for few micro-batches."""
+        for num_ranks, num_micro_batches, num_chunks in self._grid():
+            if self.spec.min_chunks <= num_chunks <= (self.spec.max_chunks or num_chunks):
+                compile_forward(
+                    self.spec, num_ranks=num_ranks, num_micro_batches=num_micro_batches, num_chunks=num_chunks
+                )
 
-    def _grid(self) -> Iterator[tuple[int, int]]:
-        return ((p, m) for p in self.ranks for m in self.micro_batches)
+    def _grid(self) -> Iterator[Case]:
+        return (Case(*sizes) for sizes in itertools.product(self.ranks, self.micro_batches, self.chunks))
 
-    def _legal(self) -> Iterator[tuple[int, int]]:
-        return ((p, m) for p, m in self._grid() if self.is_legal(p, m))
+    def _legal(self) -> Iterator[Case]:
+        return (case for case in self._grid() if self.spec.why_illegal(*case) is None)
 
-    def _case(self, num_ranks: int, num_micro_batches: int) -> str:
-        return f"{self.spec.name}, {num_ranks} ranks, {num_micro_batches} micro-batches"
+    def _name(self, case: Case) -> str:
+        chunks = f", {case.num_chunks} chunks" if case.num_chunks > 1 else ""
+        return f"{self.spec.name}, {case.num_ranks} ranks, {case.num_micro_batches} micro-batches{chunks}"
 
-    def _compute(self, num_ranks: int, num_micro_batches: int) -> list[list[Action]]:
-        return self.spec.actions(num_ranks, num_micro_batches)
-
-    def _proven(self, num_ranks: int, num_micro_batches: int) -> tuple[Plan, Report]:
+    def _proven(self, case: Case) -> tuple[Plan, Report]:
+        num_ranks, num_micro_batches, num_chunks = case
         try:
-            plan = compile_schedule(self.spec, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+            plan = compile_schedule(
+                self.spec, num_ranks=num_ranks, num_micro_batches=num_micro_batches, num_chunks=num_chunks
+            )
             return plan, verify(plan)
         except ValueError as error:
-            raise AssertionError(f"{self._case(num_ranks, num_micro_batches)}: {error}") from error
+            raise AssertionError(f"{self._name(case)}: {error}") from error
 
-    def _refusal(self, num_ranks: int, num_micro_batches: int) -> str:
+    def _refusal(self, case: Case) -> str:
         try:
-            self._compute(num_ranks, num_micro_batches)
+            self.spec.actions(*case)
         except ValueError as error:
             return str(error)
-        raise AssertionError(f"{self._case(num_ranks, num_micro_batches)} must be refused with ValueError")
+        raise AssertionError(f"{self._name(case)} must be refused with ValueError")
 
 
 class OptimizerConformance:

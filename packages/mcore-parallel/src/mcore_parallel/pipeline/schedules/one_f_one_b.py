@@ -1,6 +1,6 @@
-"""1F1B (PipeDream-Flush): Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
+"""1F1B (PipeDream-Flush): Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2006.09503).
 
-Bubble ``(p - 1) / (m + p - 1)`` of the step with ``p`` stages and ``m`` micro-batches; rank ``r`` holds at most
+Bubble ``(p - 1) / (m + p - 1)`` of the makespan with ``p`` ranks and ``m`` micro-batches; rank ``r`` holds at most
 ``min(p - r, m)`` live activations.
 """
 
@@ -9,19 +9,12 @@ from __future__ import annotations
 from mcore_parallel.pipeline.actions import Action, Kind
 
 
-def plan(num_stages: int, num_micro_batches: int) -> list[list[Action]]:
+def plan(num_ranks: int, num_micro_batches: int) -> list[list[Action]]:
     """Each rank's compute actions: warm-up forwards, then one forward and one backward in turn, then the rest.
 
-    Any number of micro-batches works, fewer than stages included (the bubble grows).
-
-    Raises:
-        ValueError: fewer than one stage or micro-batch.
+    Any number of micro-batches works, fewer than ranks included (the bubble grows).
     """
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ValueError(
-            f"1f1b needs stages and micro-batches, got {num_stages} stages and {num_micro_batches} micro-batches"
-        )
-    return [_rank_plan(num_stages - rank - 1, num_micro_batches) for rank in range(num_stages)]
+    return [_rank_plan(num_ranks - rank - 1, num_micro_batches) for rank in range(num_ranks)]
 
 
 def _rank_plan(distance_to_last: int, num_micro_batches: int) -> list[Action]:
