@@ -1,5 +1,5 @@
-"""From a model configuration to the modules of a rank's stages: the only place in this package that reads ``ModelConfig`` fields
-to build layers."""
+"""From a model configuration to the modules of a rank's stages: the only place in this package that reads the fields
+of ``ModelConfig`` to build layers."""
 
 from __future__ import annotations
 
