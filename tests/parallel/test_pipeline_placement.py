@@ -171,7 +171,7 @@ def test_first_and_last_are_kept_or_refused(
 
 
 def test_first_and_last_rank_need_a_flow_that_ends_on_the_last_rank() -> None:
-    with pytest.raises(PlacementError, match="the last stage lives on rank 0 here"):
+    with pytest.raises(PlacementError, match="first and last stage live on ranks 0 and 0"):
         place_layers(16, v_shaped(4), LayerSplit(last=2))
     assert sizes(16, v_shaped(4)) == [2] * 8
 

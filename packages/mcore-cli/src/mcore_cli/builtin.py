@@ -32,5 +32,6 @@ def mcore_cli_commands() -> list[CommandSpec]:
         CommandSpec(
             "verify", Attribute(f"{commands}.verify:verify"), "Prove that a layout does not change the answer."
         ),
+        CommandSpec("schedule", Attribute(f"{commands}.schedule:schedule"), "Look at pipeline schedules on paper."),
         CommandSpec("plugins", Attribute(f"{commands}.plugins:plugins"), "List what is registered, and by whom."),
     ]

@@ -5,7 +5,7 @@ The rules call this before any rank starts, and the ranks call it again when the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,16 @@ PP = "--pipeline-model-parallel-size"
 PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 LAYOUT = "--pipeline-model-parallel-layout"
+TABLE_FILE = "--pipeline-schedule-table"
 GROUP_SIZE = "group_size"
-PLAIN, INTERLEAVED = "1f1b", "interleaved"
+PLAIN, INTERLEAVED, TABLE = "1f1b", "interleaved", "table"
 
 Schedules = Registry[ScheduleSpec]
 
 PIPELINE_FIELDS = (
     "pipeline_model_parallel_size",
     "pipeline_schedule",
+    "pipeline_schedule_table",
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage",
@@ -51,22 +53,16 @@ def one_stage() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The pipeline of a run. ``options`` are the schedule's own, for ``compile_schedule(..., **options)``."""
+    """The pipeline of a run; the options of its schedule are set in ``spec``."""
 
     spec: ScheduleSpec
     num_ranks: int
     num_chunks: int
-    group_size: int | None = None
 
     @property
     def flow(self) -> Flow:
         """Where the stages live."""
         return self.spec.flow(self.num_ranks, self.num_chunks)
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The options of the schedule that were given."""
-        return {} if self.group_size is None else {GROUP_SIZE: self.group_size}
 
 
 def schedules_of(manager: PluginManager) -> Schedules:
@@ -81,21 +77,32 @@ def pipeline_shape(config: RunConfig, schedules: Schedules) -> PipelineShape:
     one, 1F1B becomes interleaved 1F1B, as in Megatron.
 
     Raises:
-        PlacementError: the flags contradict each other, or give no whole number of chunks.
+        PlacementError: the flags contradict each other, give no whole number of chunks, or name a table that cannot be
+            read.
         ValueError: no such schedule.
     """
     parallel = config.parallel
     chunks = requested_chunks(config)
-    name = parallel.pipeline_schedule
-    if name == PLAIN and chunks is not None and chunks > 1:
-        name = INTERLEAVED
-    spec = schedules[name]
-    return PipelineShape(
-        spec,
-        parallel.pipeline_model_parallel_size,
-        spec.min_chunks if chunks is None else chunks,
-        parallel.microbatch_group_size_per_virtual_pipeline_stage,
-    )
+    spec = schedules[parallel.pipeline_schedule]
+    if parallel.pipeline_schedule_table is not None:
+        spec = _table(spec, parallel.pipeline_schedule_table, schedules)
+    elif spec.name == PLAIN and chunks is not None and chunks > 1:
+        spec = schedules[INTERLEAVED]
+    if GROUP_SIZE in spec.options:
+        spec = spec.with_options(group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage)
+    num_chunks = spec.min_chunks if chunks is None else chunks
+    return PipelineShape(spec, parallel.pipeline_model_parallel_size, num_chunks)
+
+
+def _table(spec: ScheduleSpec, path: str, schedules: Schedules) -> ScheduleSpec:
+    if spec.name not in (PLAIN, TABLE):
+        raise PlacementError(
+            f"--pipeline-schedule {spec.name} with {TABLE_FILE} {path}", "each says by itself what ranks do; keep one"
+        )
+    try:
+        return schedules[TABLE].with_options(table=path)
+    except ValueError as error:
+        raise PlacementError(f"{TABLE_FILE} {path}", str(error)) from None
 
 
 def requested_chunks(config: RunConfig) -> int | None:

@@ -39,6 +39,9 @@ class ParallelConfig(Section):
         description="Pipeline schedule, by its plugin name (mcore schedule list). 1f1b with virtual stages is "
         "interleaved 1F1B, as in Megatron.",
     )
+    pipeline_schedule_table: str | None = Field(
+        None, description="Pipeline schedule from a CSV or YAML file of every rank's actions, instead of a name."
+    )
     num_virtual_stages_per_pipeline_rank: int | None = Field(
         None, ge=1, description="Model chunks of each pipeline rank (vpp); default as few as the schedule takes."
     )

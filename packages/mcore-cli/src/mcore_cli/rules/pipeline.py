@@ -8,16 +8,20 @@ from functools import partial
 from mcore_cli.config import RunConfig
 from mcore_cli.pipeline import (
     CHUNKS,
+    GROUP_SIZE,
     LAYOUT,
     PER_CHUNK,
     PP,
+    TABLE,
     PipelineShape,
     Schedules,
     pipeline_shape,
+    requested_chunks,
     schedules_of,
     stage_layers_of,
 )
 from mcore_cli.rules.engine import Context, Rule, Violation
+from mcore_parallel.pipeline.compile import compile_schedule
 from mcore_parallel.pipeline.stage import AUTO, EMBEDDING, LOSS, PlacementError
 from mcore_parallel.plugins import PluginManager
 
@@ -29,27 +33,35 @@ FARTHEST = 4096
 ShapeRule = Callable[[Context, PipelineShape], Violation | None]
 
 
-def virtual_stages_agree(schedules: Schedules, context: Context) -> Violation | None:
-    """The flags give one whole number of virtual stages."""
+def flags_agree(schedules: Schedules, context: Context) -> Violation | None:
+    """The flags give one schedule and a whole number of virtual stages."""
     try:
         _shape(schedules, context)
     except PlacementError as error:
-        return Violation("virtual-stages", error.values, error.reason, "change one of them", error.nearest)
+        return Violation("pipeline-shape", error.values, error.reason, "change one of them", error.nearest)
     return None
 
 
 def schedule_takes_chunks(context: Context, shape: PipelineShape) -> Violation | None:
-    """A schedule runs so many model chunks per rank, and no other number."""
+    """A schedule runs so many model chunks per rank, and no other number; where it takes several, one is chosen."""
     spec, chunks = shape.spec, shape.num_chunks
-    if chunks >= spec.min_chunks and (spec.max_chunks is None or chunks <= spec.max_chunks):
+    few, many = spec.min_chunks, spec.max_chunks
+    if not _in_range(shape):
+        return Violation(
+            "schedule-chunks",
+            f"{SCHEDULE} {spec.name} with {_chunks_text(context, shape)}",
+            spec.why_illegal(shape.num_ranks, FARTHEST, chunks) or "it takes another number",
+            f"change it, or {SCHEDULE}",
+            f"{CHUNKS} {few if chunks < few else many}",
+        )
+    if few == many or shape.num_ranks == 1 or requested_chunks(context.config) is not None or spec.name == TABLE:
         return None
-    nearest = spec.min_chunks if chunks < spec.min_chunks else spec.max_chunks
     return Violation(
         "schedule-chunks",
-        f"{SCHEDULE} {spec.name} with {_chunks_text(context, shape)}",
-        spec.why_illegal(shape.num_ranks, FARTHEST, chunks) or "it takes another number",
-        f"change it, or {SCHEDULE}",
-        f"{CHUNKS} {nearest}",
+        f"{SCHEDULE} {spec.name} with {PP} {shape.num_ranks}",
+        f"it takes {few} {'or more' if many is None else f'to {many}'} virtual stages per rank, and none are asked for",
+        f"give {CHUNKS} (or {PER_CHUNK}, or {LAYOUT})",
+        f"{CHUNKS} 2",
     )
 
 
@@ -112,13 +124,14 @@ def split_has_effect(context: Context, shape: PipelineShape) -> Violation | None
 
 
 def group_size_has_effect(context: Context, shape: PipelineShape) -> Violation | None:
-    """A group size belongs to schedules that run micro-batches through a chunk in groups."""
-    if shape.group_size is None or "group_size" in shape.spec.options:
+    """A group size belongs to schedules that run micro-batches through several chunks in groups."""
+    size = context.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if size is None or (GROUP_SIZE in shape.spec.options and shape.num_chunks > 1):
         return None
     return Violation(
         "no-effect",
-        f"{GROUP} {shape.group_size} with {SCHEDULE} {shape.spec.name} ({_chunks_text(context, shape)})",
-        "no effect here, this schedule does not run micro-batches through a chunk in groups",
+        f"{GROUP} {size} with {SCHEDULE} {shape.spec.name} ({_chunks_text(context, shape)})",
+        "no effect here, this does not run micro-batches through several virtual stages in groups",
         f"drop it, or give {CHUNKS} above 1 with {SCHEDULE} 1f1b",
     )
 
@@ -142,46 +155,61 @@ def recompute_fits(context: Context, shape: PipelineShape) -> Violation | None:
 
 
 def schedule_runs(schedules: Schedules, context: Context, shape: PipelineShape) -> Violation | None:
-    """The schedule can run this many micro-batches on this many ranks."""
+    """The schedule can run this many micro-batches on this many ranks, and its plan is proven."""
     count, step = context.num_micro_batches, context.samples_per_micro_step
     if count is None or step is None or schedule_takes_chunks(context, shape) is not None:
         return None
-    options = {name: value for name, value in shape.options.items() if name in shape.spec.options}
 
     def reason(micro_batches: int) -> str | None:
-        return shape.spec.why_illegal(shape.num_ranks, micro_batches, shape.num_chunks, **options)
+        return shape.spec.why_illegal(shape.num_ranks, micro_batches, shape.num_chunks)
 
-    why = reason(count)
+    why, fix, nearest = reason(count), "", ""
+    if why is not None:
+        legal = _legal_around(count, lambda n: reason(n) is None)
+        nearest = " or ".join(f"--global-batch-size {n * step}" for n in legal)
+        fix = "change --global-batch-size or --micro-batch-size"
+        others = _others(schedules, context, shape, count)
+        fix += f", or use {SCHEDULE} {' or '.join(others)}" if others else ""
+    else:
+        why = _why_not_proven(shape, count)
+        fix = f"correct it, or use another {SCHEDULE}"
     if why is None:
         return None
-    nearest = [f"--global-batch-size {n * step}" for n in _legal_around(count, lambda n: reason(n) is None)]
-    others = [
-        spec.name
-        for spec in schedules
-        if spec.name != shape.spec.name
-        and spec.why_illegal(shape.num_ranks, count, _chunks_for(context, shape)) is None
-    ]
-    instead = f", or use {SCHEDULE} {' or '.join(others)}" if others else ""
-    given = "".join(f", {GROUP} {value}" for value in options.values())
+    size = context.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    given = "" if size is None else f", {GROUP} {size}"
     return Violation(
         "pipeline-schedule",
         f"{SCHEDULE} {shape.spec.name} with {PP} {shape.num_ranks}, {_chunks_text(context, shape)} and "
         f"--global-batch-size {context.config.train.global_batch_size} = {count} micro-batches{given}",
         why,
-        f"change --global-batch-size or --micro-batch-size{instead}",
-        " or ".join(nearest),
+        fix,
+        nearest,
     )
 
 
-def _chunks_for(context: Context, shape: PipelineShape) -> int | None:
-    """The chunks that another schedule would have: those that were asked for, else as few as it takes."""
-    parallel = context.config.parallel
-    asked = (
-        parallel.num_virtual_stages_per_pipeline_rank,
-        parallel.num_layers_per_virtual_pipeline_stage,
-        parallel.pipeline_model_parallel_layout,
-    )
-    return None if all(value is None for value in asked) else shape.num_chunks
+def _why_not_proven(shape: PipelineShape, count: int) -> str | None:
+    try:
+        compile_schedule(shape.spec, num_ranks=shape.num_ranks, num_micro_batches=count, num_chunks=shape.num_chunks)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _others(schedules: Schedules, context: Context, shape: PipelineShape, count: int) -> list[str]:
+    """The schedules that can run this instead."""
+    chunks = requested_chunks(context.config)
+    return [
+        spec.name
+        for spec in schedules
+        if spec.name != shape.spec.name
+        and (chunks is not None or spec.min_chunks == spec.max_chunks)
+        and spec.why_illegal(shape.num_ranks, count, chunks) is None
+    ]
+
+
+def _in_range(shape: PipelineShape) -> bool:
+    few, many = shape.spec.min_chunks, shape.spec.max_chunks
+    return few <= shape.num_chunks and (many is None or shape.num_chunks <= many)
 
 
 def _legal_around(number: int, is_legal: Callable[[int], bool]) -> list[int]:
@@ -217,8 +245,10 @@ def _judge(rule: ShapeRule, schedules: Schedules, context: Context) -> Violation
     try:
         shape = _shape(schedules, context)
     except PlacementError:
-        return None  # told by virtual_stages_agree
-    return None if shape is None else rule(context, shape)
+        return None  # told by flags_agree
+    if shape is None or (rule is not schedule_takes_chunks and not _in_range(shape)):
+        return None  # told by the rules of names, or by schedule_takes_chunks: there is no such pipeline to judge
+    return rule(context, shape)
 
 
 def pipeline_rules(manager: PluginManager, *, backward: bool = True) -> tuple[Rule, ...]:
@@ -235,6 +265,6 @@ def pipeline_rules(manager: PluginManager, *, backward: bool = True) -> tuple[Ru
     if backward:
         judged.append(("pipeline-schedule", partial(schedule_runs, schedules)))
     return (
-        Rule("virtual-stages", partial(virtual_stages_agree, schedules)),
+        Rule("pipeline-shape", partial(flags_agree, schedules)),
         *(Rule(name, partial(_judge, rule, schedules)) for name, rule in judged),
     )

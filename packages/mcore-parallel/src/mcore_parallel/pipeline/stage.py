@@ -131,10 +131,11 @@ def _ends_given(num_layers: int, flow: Flow, split: LayerSplit) -> list[int]:
     asked = [(FIRST, split.first), (LAST, split.last)]
     given = " ".join(f"{flag} {number}" for flag, number in asked if number is not None)
     values = f"{given} with {LAYERS} {num_layers} over {_stages_text(flow)}"
-    if flow.places[-1].rank != flow.num_ranks - 1:
+    ends = (flow.places[0].rank, flow.places[-1].rank)
+    if ends != (0, flow.num_ranks - 1):
         raise PlacementError(
             values,
-            f"the last stage lives on rank {flow.places[-1].rank} here, so there is no last rank to give layers to",
+            f"this schedule's first and last stage live on ranks {ends[0]} and {ends[1]}, not at the ends",
             f"{AUTO}, or a {LAYOUT}",
         )
     per_rank = _per_rank(num_layers, flow, split.first, split.last)
