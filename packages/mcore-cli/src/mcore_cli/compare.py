@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_parallel.pipeline.actions import Plan
 from mcore_parallel.pipeline.compile import compile_schedule
@@ -28,15 +28,10 @@ class Case:
     latency: float = 0.0
 
     def chunks_of(self, spec: ScheduleSpec) -> int:
-        """The chunks that ``spec`` runs with: one if it takes no more."""
-        most = spec.max_chunks
-        if self.num_chunks is None:
-            return max(spec.min_chunks, 2 if most is None else min(2, most))
-        return 1 if most == 1 else self.num_chunks
-
-    def bind(self, spec: ScheduleSpec) -> ScheduleSpec:
-        """``spec`` with the group size, if it takes one."""
-        return spec.with_options(group_size=self.group_size) if "group_size" in spec.options else spec
+        """The chunks that ``spec`` runs with."""
+        if self.num_chunks is not None:
+            return self.num_chunks
+        return max(spec.min_chunks, 2 if spec.max_chunks is None else min(2, spec.max_chunks))
 
     def plan(self, spec: ScheduleSpec) -> Plan:
         """The proven plan.
@@ -45,10 +40,11 @@ class Case:
             ValueError: the schedule cannot run this case.
         """
         return compile_schedule(
-            self.bind(spec),
+            spec,
             num_ranks=self.num_ranks,
             num_micro_batches=self.num_micro_batches,
             num_chunks=self.chunks_of(spec),
+            group_size=self.group_size,
         )
 
     def timeline(self, spec: ScheduleSpec) -> Timeline:
@@ -87,12 +83,24 @@ def compare(specs: Iterable[ScheduleSpec], case: Case) -> tuple[list[Row], dict[
     for spec in specs:
         if spec.configure is not None:
             continue  # it is no schedule before it is configured
-        reason = case.bind(spec).why_illegal(case.num_ranks, case.num_micro_batches, case.chunks_of(spec))
+        own = _for(spec, case)
+        bound = spec.with_options(group_size=own.group_size)
+        reason = bound.why_illegal(own.num_ranks, own.num_micro_batches, own.chunks_of(spec))
         if reason is None:
-            rows.append(_row(spec, case))
+            rows.append(_row(spec, own))
         else:
             refused[spec.name] = reason
     return sorted(rows, key=lambda row: (row.makespan, row.held, row.name)), refused
+
+
+def _for(spec: ScheduleSpec, case: Case) -> Case:
+    """``case`` for ``spec``: one chunk if it takes no more, and a group size if it has groups."""
+    has_groups = "group_size" in spec.options
+    return replace(
+        case,
+        num_chunks=1 if spec.max_chunks == 1 else case.num_chunks,
+        group_size=case.group_size if has_groups else None,
+    )
 
 
 def _row(spec: ScheduleSpec, case: Case) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,14 @@ from mcore_cli.options import SectionCommand
 
 if TYPE_CHECKING:
     from mcore_cli.compare import Case, Row
+    from mcore_parallel.pipeline.simulate import Timeline
+    from mcore_parallel.specs import ScheduleSpec
 
 PIPE_WIDTH = 200
+IMAGES = (".svg", ".png")
 CASE_OPTIONS = (
-    click.option("--pp", required=True, type=click.IntRange(min=1), metavar="INTEGER", help="Pipeline ranks."),
-    click.option(
-        "--micro-batches", required=True, type=click.IntRange(min=1), metavar="INTEGER", help="Micro-batches of a step."
-    ),
+    click.option("--pp", type=click.IntRange(min=1), metavar="INTEGER", help="Pipeline ranks."),
+    click.option("--micro-batches", type=click.IntRange(min=1), metavar="INTEGER", help="Micro-batches of a step."),
     click.option(
         "--vpp",
         type=click.IntRange(min=1),
@@ -78,6 +80,82 @@ def list_schedules(ctx: click.Context) -> None:
 
 
 @schedule.command(cls=SectionCommand)
+@click.argument("name", required=False)
+@case_options
+@click.option("--table", metavar="FILE", help="A CSV or YAML table, instead of NAME; it says its sizes itself.")
+@click.option("--out", metavar="FILE", help="Draw into this .svg or .png file, too.")
+@click.pass_context
+def show(ctx: click.Context, name: str | None, table: str | None, out: str | None, **options: Any) -> None:
+    """Draw the timeline of one step under the schedule NAME (see mcore schedule list).
+
+    A pass is its letter (F forward, B backward, I input gradient, W weight gradient) and its micro-batch; letters are
+    small for odd model chunks, dots are idle time.
+    """
+    from mcore_parallel.pipeline.draw import to_text
+
+    check_image(out)
+    spec, case = _asked(ctx, name, table, options)
+    timeline = case.timeline(spec)
+    is_terminal = sys.stdout.isatty()
+    width = max(20, shutil.get_terminal_size().columns) if is_terminal else PIPE_WIDTH
+    click.echo(to_text(timeline, width=width, colour=is_terminal))
+    if out is not None:
+        chunks = case.chunks_of(spec)
+        virtual = f", {chunks} chunks per rank" if chunks > 1 else ""
+        title = f"{spec.name}: {case.num_ranks} ranks, {case.num_micro_batches} micro-batches{virtual}"
+        write_image(out, timeline, title=title)
+        click.echo(f"wrote {out}")
+
+
+def _asked(
+    ctx: click.Context, name: str | None, table: str | None, options: dict[str, Any]
+) -> tuple[ScheduleSpec, Case]:
+    """The schedule and the case to show.
+
+    Raises:
+        UserError: neither a name nor a table, or both.
+        ValueError: no such schedule, or a table that cannot be read.
+    """
+    from mcore_cli.errors import UserError
+    from mcore_cli.pipeline import TABLE, schedules_of
+
+    if table is None:
+        if name is None:
+            raise UserError("mcore schedule show needs NAME (mcore schedule list) or --table FILE")
+        return schedules_of(manager_of(ctx))[name], read_case(**options)
+    if name not in (None, TABLE):
+        raise UserError(f"mcore schedule show {name} with --table {table}: each is a schedule; keep one")
+    from mcore_parallel.pipeline.schedules.table import read_table
+
+    read = read_table(table)
+    sizes = {"pp": read.flow.num_ranks, "micro_batches": read.num_micro_batches, "vpp": read.flow.num_chunks}
+    return read.spec(), read_case(**{**options, **{k: v for k, v in sizes.items() if options[k] is None}})
+
+
+def check_image(out: str | None) -> None:
+    """Refuse a picture of another kind than can be drawn.
+
+    Raises:
+        UserError: the name of the file does not end in one of :data:`IMAGES`.
+    """
+    from mcore_cli.errors import UserError
+
+    if out is not None and not out.lower().endswith(IMAGES):
+        raise UserError(f"--out {out}: must end in {' or '.join(IMAGES)}")
+
+
+def write_image(out: str, timeline: Timeline, *, title: str) -> None:
+    """Draw ``timeline`` into the file ``out``, which :func:`check_image` let pass."""
+    from mcore_parallel.pipeline.draw import to_png, to_svg
+
+    svg = out.lower().endswith(".svg")
+    picture = to_svg(timeline, title=title).encode() if svg else to_png(timeline, title=title)
+    # Opened here and not by pathlib, so that a folder that is not there is told as the user's mistake it is.
+    with open(out, "wb") as file:
+        file.write(picture)
+
+
+@schedule.command(cls=SectionCommand)
 @case_options
 @click.pass_context
 def compare(ctx: click.Context, times: str, **case: Any) -> None:
@@ -99,8 +177,8 @@ def compare(ctx: click.Context, times: str, **case: Any) -> None:
 
 def read_case(
     *,
-    pp: int,
-    micro_batches: int,
+    pp: int | None,
+    micro_batches: int | None,
     vpp: int | None,
     group_size: int | None,
     times: str,
@@ -109,10 +187,14 @@ def read_case(
     """The case that options describe.
 
     Raises:
-        UserError: times that are not three numbers.
+        UserError: a size is missing, or times that are not three numbers.
     """
     from mcore_cli.compare import Case
+    from mcore_cli.errors import UserError
 
+    if pp is None or micro_batches is None:
+        missing = [flag for flag, value in (("--pp", pp), ("--micro-batches", micro_batches)) if value is None]
+        raise UserError(*(f"{flag} is missing, as in --pp 4 --micro-batches 8" for flag in missing))
     return Case(pp, micro_batches, num_chunks=vpp, group_size=group_size, times=read_times(times), latency=latency)
 
 
