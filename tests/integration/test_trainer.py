@@ -67,7 +67,13 @@ def _evaluate(rank, world, fields, folder):
 
 @pytest.mark.parametrize(
     ("world", "fields"),
-    [(2, {"micro_batch_size": 2}), (2, {"pipeline_model_parallel_size": 2}), (4, {"tensor_model_parallel_size": 2})],
+    [
+        (2, {"micro_batch_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (4, {"tensor_model_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+        (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+    ],
 )
 def test_validation_loss_is_that_of_one_rank(world, fields, tmp_path):
     want = _evaluate(0, 1, {"micro_batch_size": 4}, str(tmp_path))
@@ -199,11 +205,13 @@ def test_live_progress_draws_on_a_terminal(tmp_path):
         live = LiveProgress(Console(file=screen, force_terminal=True, width=200))
         live.on_start(_info(tmp_path))
         drive(trainer, [live])
+        live.on_notice("a folder named [/b]")
         live.on_end("over")
     trainer.data.train.close()
     text = (tmp_path / "screen").read_text()
     assert "4/4" in text
     assert "iteration 4/4 | loss" in text
+    assert "[tp1]" in text
 
 
 def test_tensorboard_events_when_asked_for(tmp_path):

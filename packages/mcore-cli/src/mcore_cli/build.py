@@ -176,27 +176,55 @@ def build_data(config: RunConfig, tokenizer: Tokenizer, layout: Layout, *, manag
     Raises:
         ValueError: the data is missing or broken, or a split that is needed is empty.
     """
-    dp, train = layout.axis("dp"), config.train
-    batch = global_batch_size(config, dp.size)
-    num_valid = train.eval_iters * batch if train.eval_interval is not None else 0
+    dp = layout.axis("dp").size
+    num_train = train_iterations(config, dp) * global_batch_size(config, dp)
+    num_valid = num_validation_samples(config, dp) if config.train.eval_interval is not None else 0
+    train, valid = _loaders(config, tokenizer, layout, num_samples=(num_train, num_valid), manager=manager)
+    assert train is not None, "training asks for samples"
+    return Data(tokenizer, train, valid)
+
+
+def build_validation(
+    config: RunConfig, tokenizer: Tokenizer, layout: Layout, *, manager: PluginManager
+) -> GlobalBatchLoader:
+    """The validation loader alone: of data that may have no other split.
+
+    Raises:
+        ValueError: as for :func:`build_data`.
+    """
+    num_valid = num_validation_samples(config, layout.axis("dp").size)
+    _, valid = _loaders(config, tokenizer, layout, num_samples=(0, num_valid), manager=manager)
+    assert valid is not None, "evaluation asks for samples"
+    return valid
+
+
+def num_validation_samples(config: RunConfig, data_parallel_size: int) -> int:
+    """Samples of one evaluation."""
+    return config.train.eval_iters * global_batch_size(config, data_parallel_size)
+
+
+def _loaders(
+    config: RunConfig, tokenizer: Tokenizer, layout: Layout, *, num_samples: tuple[int, int], manager: PluginManager
+) -> tuple[GlobalBatchLoader | None, ...]:
+    """Loaders of the train and validation splits, None where no sample is asked for."""
     spec = Registry("dataset", manager.collect("mcore_datasets"))[config.data.dataset]
-    num_samples = (train_iterations(config, dp.size) * batch, num_valid, 0)
-    datasets = spec.build(config.data, tokenizer=tokenizer, num_samples=num_samples, seed=train.seed)
-    if datasets[0] is None or (num_valid and datasets[1] is None):
-        empty = "train" if datasets[0] is None else "validation"
-        raise ValueError(f"the {empty} split of the data is empty; change --split {config.data.split!r} or add data")
-
-    def loader(dataset: object) -> GlobalBatchLoader:
-        return GlobalBatchLoader(
-            dataset,  # type: ignore[arg-type]
-            global_batch_size=batch,
-            micro_batch_size=train.micro_batch_size,
-            dp_rank=dp.rank,
-            dp_size=dp.size,
-        )
-
-    valid = loader(datasets[1]) if num_valid else None
-    return Data(tokenizer, loader(datasets[0]), valid)
+    datasets = spec.build(config.data, tokenizer=tokenizer, num_samples=(*num_samples, 0), seed=config.train.seed)
+    dp = layout.axis("dp")
+    loaders = []
+    for split, count, dataset in zip(("train", "validation"), num_samples, datasets, strict=False):
+        if count and dataset is None:
+            raise ValueError(f"the {split} split is empty; change --split {config.data.split!r} or add data")
+        loader = None
+        if count:
+            loader = GlobalBatchLoader(
+                dataset,
+                global_batch_size=global_batch_size(config, dp.size),
+                micro_batch_size=config.train.micro_batch_size,
+                dp_rank=dp.rank,
+                dp_size=dp.size,
+            )
+        loaders.append(loader)
+    return tuple(loaders)
 
 
 def build_run_tokenizer(config: RunConfig, manager: PluginManager) -> Tokenizer:

@@ -186,7 +186,7 @@ class LiveProgress(PlainLines):
         self._progress.stop()
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class TensorBoard:

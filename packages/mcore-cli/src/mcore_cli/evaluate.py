@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 from mcore_ckpt.find import open_checkpoint
-from mcore_cli.build import Data, build_data, build_parts, build_run_tokenizer, global_batch_size, with_vocabulary
+from mcore_cli.build import build_parts, build_run_tokenizer, build_validation, global_batch_size, with_vocabulary
 from mcore_cli.checkpointing import checkpoint_folder, load_weights
 from mcore_cli.config import RunConfig
 from mcore_cli.step import Parts, forward_all, sum_over_ranks
 from mcore_cli.world import build_run_layout, join_world
+from mcore_data.loader import GlobalBatchLoader
 from mcore_parallel.plugins import plugin_manager
 
 
-def validation_loss(parts: Parts, data: Data, *, num_batches: int) -> tuple[float, float]:
-    """Summed loss and number of valid tokens of the first ``num_batches`` global batches of the validation split.
+def validation_loss(parts: Parts, data: GlobalBatchLoader, *, num_batches: int) -> tuple[float, float]:
+    """Summed loss and number of valid tokens of the first ``num_batches`` global batches of the validation ``data``.
 
     Always the same samples, without dropout; leaves no mark on the parts. Collective.
     """
-    assert data.valid is not None, "evaluation needs a validation loader"
     batch = global_batch_size(parts.config, parts.layout.axis("dp").size)
     loss = tokens = 0.0
     for index in range(num_batches):
-        batches = data.valid.micro_batches(index * batch)
+        batches = data.micro_batches(index * batch)
         sums = sum_over_ranks(parts.layout, forward_all(parts, batches), batches, device=parts.device)
         loss, tokens = loss + sums.loss, tokens + sums.tokens
     return loss, tokens
@@ -38,18 +39,14 @@ def run(config: RunConfig) -> None:
     with join_world(config) as world:
         manager = plugin_manager()
         tokenizer = build_run_tokenizer(config, manager)
-        train = config.train.model_copy(update={"eval_interval": 1, "train_iters": 1, "train_samples": None})
-        config = with_vocabulary(config.model_copy(update={"train": train}), tokenizer)
+        config = with_vocabulary(config, tokenizer)
         layout = build_run_layout(config, world, manager=manager)
         parts = build_parts(config, layout, manager=manager, device=world.device)
         assert config.checkpoint.load is not None, "mcore eval asks for --load"
         info = open_checkpoint(checkpoint_folder(config.checkpoint.load, manager), config.checkpoint.ckpt_step)
         load_weights(parts.chunks, info)
-        data = build_data(config, tokenizer, layout, manager=manager)
-        loss, tokens = validation_loss(parts, data, num_batches=config.train.eval_iters)
-        for loader in (data.train, data.valid):
-            if loader is not None:
-                loader.close()
+        with closing(build_validation(config, tokenizer, layout, manager=manager)) as data:
+            loss, tokens = validation_loss(parts, data, num_batches=config.train.eval_iters)
         if world.is_first:
             mean = loss / max(tokens, 1.0)
             print(

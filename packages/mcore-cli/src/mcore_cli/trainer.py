@@ -140,8 +140,9 @@ class Trainer:
 
     def evaluate(self) -> EvalResult:
         """Mean loss over ``eval_iters`` global batches, always the same ones; leaves no mark on training."""
+        assert self.data.valid is not None, "there is an evaluation interval"
         began = time.perf_counter()
-        loss, tokens = validation_loss(self.parts, self.data, num_batches=self.config.train.eval_iters)
+        loss, tokens = validation_loss(self.parts, self.data.valid, num_batches=self.config.train.eval_iters)
         mean = loss / max(tokens, 1.0)
         return EvalResult(
             self.position.iteration,
