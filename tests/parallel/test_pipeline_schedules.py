@@ -171,7 +171,7 @@ def test_the_cause_is_named_rather_than_who_waits_for_it() -> None:
 
 
 def test_schedules_list_compute_alone() -> None:
-    with pytest.raises(ScheduleError, match="rank 1, position 1, SF0: a schedule lists forwards and backwards only"):
+    with pytest.raises(ScheduleError, match=r"rank 1, position 1, SF0: a schedule lists compute \(F, B, I, W\) only"):
         with_communication(
             [[Action(Kind.FORWARD, 0)], [Action(Kind.FORWARD, 0), Action(Kind.SEND_FORWARD, 0)]], num_micro_batches=1
         )

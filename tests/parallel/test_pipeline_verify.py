@@ -335,7 +335,7 @@ def test_texts() -> None:
     plan = with_communication(one_f_one_b.plan(2, 1), num_micro_batches=1)
     forward, send = plan.steps[0][0], plan.steps[0][1]
     cases = {
-        "a step is one compute action or a group": [step(*forward.actions, *send.actions)],
+        "a step is one compute action or collective, or a group": [step(*forward.actions, *send.actions)],
         "group of communication, got []": [step()],
         "SF0: is done twice in one step": [forward, step(*send.actions, *send.actions)],
         "F0: is done twice, first at position 0": [forward, forward],

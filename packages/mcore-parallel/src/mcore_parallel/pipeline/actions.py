@@ -165,9 +165,9 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does, communication included."""
+    """What every rank does, communication included. ``steps`` has an entry per rank."""
 
-    steps: tuple[tuple[Step, ...], ...]
+    steps: Sequence[tuple[Step, ...]]
     flow: Flow
     num_micro_batches: int
     backward: bool = True

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mcore_parallel.pipeline.actions import (
+    COLLECTIVE_KINDS,
     COMMUNICATION_KINDS,
-    COMPUTE_KINDS,
     SEND_KINDS,
     Action,
     Flow,
@@ -19,37 +19,36 @@ from mcore_parallel.pipeline.actions import (
     ScheduleError,
     Step,
 )
+from mcore_parallel.pipeline.encoding import encode
+from mcore_parallel.pipeline.proof import Report, prove
 
+_FORWARD_KINDS = frozenset({Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.GATHER})
 _GRADIENT_KINDS = frozenset({Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
 _DOWNSTREAM_KINDS = frozenset({Kind.SEND_FORWARD, Kind.RECV_BACKWARD})
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the proof found.
-
-    Per rank, ``peak_live``: the most chunk activations held at once (forwards done, the backward or input-gradient
-    pass still to come; at most one in a forward-only plan); ``peak_deferred``: the most weight-gradient passes that
-    wait (input gradients done, weight gradients to come); ``peak_held``: the most of both together.
-    ``num_messages``: tensors that cross ranks in all.
-    """
-
-    peak_live: tuple[int, ...]
-    num_messages: int
-    peak_deferred: tuple[int, ...] = ()
-    peak_held: tuple[int, ...] = ()
-
-
 def verify(plan: Plan) -> Report:
-    """Prove ``plan`` and report its peak live activations.
+    """Prove ``plan`` and report what it holds at once and sends.
 
-    Proven: every micro-batch passes every stage exactly once forward (and once backward); nothing runs before its
-    inputs are there; along every ordered pair of ranks the sends and receives carry the same messages in the same
-    order; and no deadlock when a step blocks until every peer has posted the other half of each of its messages
-    (NCCL's rendezvous). Sends that return at once (buffered) only ever block less, so they are covered as well.
+    Proven: every micro-batch passes every stage exactly once forward, and once backward, whole or as an input gradient
+    with its weight gradient later; nothing runs before its inputs are there; collectives come once per chunk, gathers
+    before its first forward and reductions after its last gradients; along every ordered pair of ranks the sends and
+    receives carry the same messages in the same order; and no deadlock when a step blocks until every peer has posted
+    the other half of each of its messages (NCCL's rendezvous). Sends that return at once (buffered) only ever block
+    less, so they are covered as well.
 
     Raises:
         ScheduleError: with the rank, the position in its steps, the action and the reason.
+    """
+    report = prove(encode(plan.steps), plan.flow, plan.num_micro_batches, backward=plan.backward)
+    return report if report is not None else examine(plan)
+
+
+def examine(plan: Plan) -> Report:
+    """What :func:`verify` does, action by action: slower, but it can say what is wrong, and needs no certificate.
+
+    Raises:
+        ScheduleError: as :func:`verify`.
     """
     if len(plan.steps) != plan.flow.num_ranks:
         raise ScheduleError(
@@ -223,16 +222,19 @@ class _RankCheck:
         return ScheduleError(reason, rank=self.rank, position=position, action=action)
 
     def _check_group(self, position: int, step: Step) -> None:
-        compute = [action for action in step.actions if action.kind in COMPUTE_KINDS]
-        if compute or not step.actions:
-            reason = f"a step is one compute action or a group of communication, got [{step}]"
-            raise self._fail(reason, position, compute[0] if compute else None)
+        alone = [action for action in step.actions if action.kind not in COMMUNICATION_KINDS]
+        if alone or not step.actions:
+            reason = f"a step is one compute action or collective, or a group of communication, got [{step}]"
+            raise self._fail(reason, position, alone[0] if alone else None)
         if len(set(step.actions)) < len(step.actions):
             twice = next(action for action in step.actions if step.actions.count(action) > 1)
             raise self._fail("is done twice in one step", position, twice)
 
     def _check_action(self, position: int, action: Action, needs: Needs, done: dict[Action, int]) -> None:
         kind, micro_batch, chunk = action
+        if kind in COLLECTIVE_KINDS:
+            self._check_collective(position, action, done)
+            return
         needed = needs.get((kind, chunk))
         if needed is None:
             raise self._fail(self._why_foreign(action), position, action)
@@ -247,16 +249,38 @@ class _RankCheck:
                 missing = Action(earlier, micro_batch, earlier_chunk)
                 raise self._fail(f"comes before {missing}, which it needs", position, action)
 
+    def _check_collective(self, position: int, action: Action, done: dict[Action, int]) -> None:
+        kind, micro_batch, chunk = action
+        if not 0 <= chunk < self.plan.flow.num_chunks or (kind is Kind.REDUCE and not self.plan.backward):
+            raise self._fail(self._why_foreign(action), position, action)
+        if micro_batch != 0:
+            raise self._fail(f"concerns all micro-batches: write 0, not {micro_batch}", position, action)
+        if action in done:
+            raise self._fail(f"is done twice, first at position {done[action]}", position, action)
+        for other in range(self.plan.num_micro_batches):
+            forward, backward = Action(Kind.FORWARD, other, chunk), Action(Kind.BACKWARD, other, chunk)
+            split, late = Action(Kind.INPUT_GRAD, other, chunk), Action(Kind.WEIGHT_GRAD, other, chunk)
+            if kind is Kind.GATHER and forward in done:
+                raise self._fail(f"comes after {forward}, which needs the weights", position, action)
+            missing = late if split in done and late not in done else backward if backward not in done else None
+            if kind is Kind.REDUCE and missing is not None:
+                raise self._fail(f"comes before {missing}, whose gradients it reduces", position, action)
+
     def _why_foreign(self, action: Action) -> str:
         if not 0 <= action.chunk < self.plan.flow.num_chunks:
             return f"rank {self.rank} has no chunk {action.chunk} (it has {self.plan.flow.num_chunks})"
-        if not self.plan.backward and action.kind not in (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD):
+        if not self.plan.backward and action.kind not in _FORWARD_KINDS:
             return "this plan is forward only"
         stage = self.plan.flow.stages[Place(self.rank, action.chunk)]
         return f"stage {stage} of {self.plan.flow.num_stages} has no other rank to exchange this with"
 
     def _check_complete(self, needs: Needs, done: dict[Action, int]) -> None:
         end = len(self.plan.steps[self.rank])
+        for kind in sorted(COLLECTIVE_KINDS):
+            collectives = [Action(kind, 0, chunk) for chunk in range(self.plan.flow.num_chunks)]
+            missing = [action for action in collectives if action not in done]
+            if 0 < len(missing) < len(collectives):
+                raise self._fail("is never done, although that of another chunk is", end, missing[0])
         for kind, chunk in needs:
             for micro_batch in range(self.plan.num_micro_batches):
                 action = Action(kind, micro_batch, chunk)
