@@ -11,6 +11,11 @@ from mcore_parallel.testing import run_ranks
 LAYOUTS = {
     "one": (1, {}),
     "dp2-zero": (2, {"use_distributed_optimizer": True}),
+    "zbv-pp2-dp2-zero": (
+        4,
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "use_distributed_optimizer": True},
+    ),
+    "vpp2-pp2": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
     "tp2-sp-pp2-dp2-zero": (
         8,
         {
@@ -53,7 +58,15 @@ def test_resume_is_bit_exact(layout, bf16, tmp_path):
     assert notices == [f"resumed from {tmp_path}/cut/step-00000003 at iteration 3"]
 
 
-@pytest.mark.parametrize(("before", "after"), [("one", "tp2-sp-pp2-dp2-zero"), ("tp2-sp-pp2-dp2-zero", "dp2-zero")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("one", "tp2-sp-pp2-dp2-zero"),
+        ("tp2-sp-pp2-dp2-zero", "dp2-zero"),
+        ("vpp2-pp2", "zbv-pp2-dp2-zero"),
+        ("zbv-pp2-dp2-zero", "one"),
+    ],
+)
 def test_another_layout_goes_on_with_the_same_losses(before, after, tmp_path):
     tied = {"untie_embeddings_and_output_weights": False, "family": tiny.GPT}
     whole, _, _ = _train(before, tmp_path / "whole", **tied)

@@ -29,6 +29,18 @@ CASES = {
         "tensor_model_parallel_size": 2, "sequence_parallel": True,
         "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3,
     }),
+    "pp2-vpp2-zero": (4, {
+        "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2,
+        "pipeline_schedule": "interleaved", "use_distributed_optimizer": True, "ddp_bucket_size": 700,
+    }),
+    "zbv-tp2-sp": (4, {
+        "pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+    }),
+    "zb-h1-recompute": (4, {
+        "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1", "recompute_granularity": "full",
+        "recompute_method": "uniform", "recompute_num_layers": 1,
+    }),
     "all": (8, {
         "tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2,
         "use_distributed_optimizer": True, "micro_batch_size": 2,
@@ -83,3 +95,13 @@ def test_recorded_bytes_equal_the_closed_form(case, family):
     for rank, (counted, expected) in enumerate(run_ranks(_traffic, world, tiny.tiny_config(family, **fields, **tied))):
         assert counted == expected, f"rank {rank}"
         assert counted
+
+
+def test_tied_ends_on_one_rank_exchange_nothing():
+    """Under a V the word embedding is one parameter; dealt round, its two copies are summed."""
+    tied = {"untie_embeddings_and_output_weights": False, "pipeline_model_parallel_size": 2}
+    folded = tiny.tiny_config(tiny.GPT, pipeline_schedule="dualpipev", **tied)
+    assert not any(axis == "embedding" for counted, _ in run_ranks(_traffic, 2, folded) for axis, _ in counted)
+    looped = tiny.tiny_config(tiny.GPT, pipeline_schedule="interleaved", num_virtual_stages_per_pipeline_rank=2, **tied)
+    for counted, _ in run_ranks(_traffic, 2, looped):
+        assert counted["embedding", "all_reduce"] == 37 * 16 * 4

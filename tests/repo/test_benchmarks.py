@@ -74,3 +74,46 @@ def test_the_flop_count_matches_the_shapes(train_step) -> None:
     work = train_step.Workload()
     assert work.gemm_flops == 6 * 2048 * (8 * (4 * 512**2 + 3 * 512 * 1376) + 512 * 32000)
     assert sum(w.numel() for w in train_step.weights(work).values()) == 58_073_600
+
+
+@pytest.fixture
+def pipeline(root: Path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("benchmarks_pipeline", root / "benchmarks" / "pipeline.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_executor_holds_what_the_simulator_says(pipeline, capsys) -> None:
+    arguments = ["--pp", "2", "--micro-batches", "4", "--unit-ms", "1", "--rounds", "1"]
+    assert pipeline.main([*arguments, "--schedules", "zbv,1f1b"]) == 0
+    out = capsys.readouterr().out
+    assert "zbv (v=2)" in out
+    assert "4 (1), 4 (3)" in out  # activations, and weight gradients put off
+    assert pipeline.main([*arguments, "--micro-batches", "3", "--schedules", "dualpipev"]) == 0
+    assert "left out: dualpipev" in capsys.readouterr().out
+
+
+def test_other_peaks_than_the_simulators_are_an_error(pipeline, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(pipeline, "measure", lambda *_, **__: pipeline.Measured([1.0], (9, 9), (0, 0)))
+    assert pipeline.main(["--pp", "2", "--schedules", "1f1b"]) == 1
+    assert "1f1b: (9, 9) live" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_executor_takes_as_long_as_the_simulator_says(pipeline) -> None:
+    """Within 5 %, and in the order of the papers: ZBV < ZB-H1 < interleaved < 1F1B = GPipe for f = i = w."""
+    registry = pipeline.Registry("schedule", pipeline.plugin_manager().collect("mcore_pipeline_schedules"))
+    seconds = {}
+    for name in ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zbv", "dualpipev"):
+        vpp = 2 if registry[name].max_chunks is None else registry[name].min_chunks
+        row = pipeline.compare(registry[name], pp=4, micro_batches=8, vpp=vpp, times=(0.06,) * 3, rounds=5)
+        assert pipeline.miscounts([row]) == []
+        assert 0.99 < row.ratio < 1.05, (name, row.measured.seconds, row.simulated.makespan)
+        seconds[name] = row.seconds
+        if name == "1f1b":
+            assert max(row.measured.peak_live) < 8
+    order = [seconds[name] for name in ("zbv", "zb-h1", "interleaved", "1f1b")]
+    assert order == sorted(order)
+    assert seconds["gpipe"] == pytest.approx(seconds["1f1b"], rel=0.05)
