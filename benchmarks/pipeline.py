@@ -144,7 +144,7 @@ def play(
 
 def measure(plan: Plan, times: tuple[float, float, float], *, rounds: int) -> Measured:
     """Run ``plan`` on real ranks, one round more than ``rounds`` to warm up."""
-    ranks = run_ranks(play, plan.flow.num_ranks, plan, times, rounds + 1, limit=300)
+    ranks = run_ranks(play, plan.flow.num_ranks, plan, times, rounds + 1, limit=300, fresh=True)
     seconds = [
         max(end for _, end, _ in one_round) - min(began for began, _, _ in one_round)
         for one_round in zip(*ranks, strict=True)

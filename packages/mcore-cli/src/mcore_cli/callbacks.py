@@ -149,6 +149,8 @@ class PlainLines:
 
     def on_end(self, reason: str) -> None:
         self._print(f"done: {reason}")
+        if self._run is not None:
+            self._print(f"next: mcore generate --load {self._run.folder} --prompt TEXT, or mcore eval --load the same")
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -164,7 +166,7 @@ class LiveProgress(PlainLines):
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
+            TextColumn("{task.fields[loss]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._console,
@@ -173,12 +175,12 @@ class LiveProgress(PlainLines):
     def on_start(self, run: RunInfo) -> None:
         self._progress.start()
         self._task = self._progress.add_task(
-            run.name, total=run.train_iters, completed=run.first_iteration, loss=float("nan")
+            run.name, total=run.train_iters, completed=run.first_iteration, loss="loss -"
         )
         super().on_start(run)
 
     def on_step(self, result: StepResult) -> None:
-        self._progress.update(self._task, completed=result.iteration, loss=result.loss)
+        self._progress.update(self._task, completed=result.iteration, loss=f"loss {result.loss:.4f}")
         super().on_step(result)
 
     def on_end(self, reason: str) -> None:

@@ -94,6 +94,9 @@ def run(arguments: list[str]) -> int:
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
         return 130
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return USER_ERROR_CODE
     except click.ClickException as error:
         click.echo(describe([error.format_message()]), err=True)
         return USER_ERROR_CODE

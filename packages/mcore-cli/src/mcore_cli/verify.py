@@ -250,9 +250,11 @@ def run(config: RunConfig) -> None:
 def describe(report: ParityReport, config: RunConfig, world: World) -> str:
     """The report as lines for people: the worst of each kind."""
     parallel = config.parallel
-    sizes = f"tp {parallel.tensor_model_parallel_size}, pp {parallel.pipeline_model_parallel_size}"
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = f"tp {tp}, pp {pp}, dp {world.size // (tp * pp * parallel.context_parallel_size)}"
     lines = [
-        f"{config.train.name} on {world.size} rank(s) ({sizes}) against one rank, float64, {report.num_tokens} tokens:",
+        f"{config.train.name} on {world.size} rank(s) ({sizes}) against one rank, float64, "
+        f"one step of random tokens, {report.num_tokens} of them with loss:",
         f"  loss              error {report.loss:.2e}",
         f"  gradient norm     error {report.grad_norm:.2e}",
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from mcore_cli.config import RunConfig
@@ -45,12 +47,14 @@ def prepare(
 
     config = override(RunConfig(), given_flags(ctx))
     tokenizer = build_tokenizer(config.data, manager_of(ctx))
+    keys = json_keys or ("text",)
+    replaced = [path for key in keys if (path := Path(f"{output_prefix}_{key}_document.idx")).exists()]
     with byte_progress("preparing") as show:
         report = prepare_files(
             inputs,
             output_prefix,
             tokenizer,
-            json_keys=json_keys or ("text",),
+            json_keys=keys,
             append_eod=append_eod,
             workers=workers,
             on_progress=lambda at: show(
@@ -66,6 +70,8 @@ def prepare(
     for remark, count in remarks.items():
         if count:
             click.echo(f"{count:,} {remark}")
+    for path in replaced:
+        click.echo(f"replaced {path} and its .bin")
     for prefix in report.prefixes:
         click.echo(f"wrote {prefix}.bin and .idx; train on it with --data-path {prefix}")
 
