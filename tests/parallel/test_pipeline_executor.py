@@ -16,7 +16,7 @@ from mcore_parallel.pipeline.actions import Action, Flow, Kind, Place, Step, loo
 from mcore_parallel.pipeline.communication import with_communication
 from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
 from mcore_parallel.pipeline.schedules import one_f_one_b
-from mcore_parallel.pipeline.stage import stage_layers
+from mcore_parallel.pipeline.stage import place_layers
 from mcore_parallel.pipeline.verify import verify
 from mcore_parallel.specs import ScheduleSpec
 from mcore_parallel.testing import run_ranks
@@ -99,7 +99,7 @@ def log_collectives(rank: int, world_size: int) -> list[str]:
     plan = compile_schedule(SPEC, num_ranks=world_size, num_micro_batches=3).for_rank(rank)
     gather, reduce = (Step((Action(kind, 0),)) for kind in (Kind.GATHER, Kind.REDUCE))
     stage = LinearStage(plan.flow, rank)
-    first = stage.layers[stage_layers(NUM_LAYERS, world_size, rank)[0]]
+    first = stage.layers[place_layers(NUM_LAYERS, plan.flow)[rank][0]]
     first.weight.register_post_accumulate_grad_hook(lambda _: stage.calls.append("B"))
     executor.run(
         replace(plan, steps=(gather, *plan.steps, reduce)),

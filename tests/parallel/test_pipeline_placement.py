@@ -181,10 +181,9 @@ def test_first_and_last_rank_need_a_flow_that_ends_on_the_last_rank() -> None:
     [
         ("EtttL", [3]),
         ("E|tL", [0, 1]),
-        ("Et|t||tL", [1, 1, 0, 1]),
         ("Et*3|(tt|)*29,L", [3, *[2] * 29, 0]),
         ("E t*2 | ((t|)*2 tt|)*2 L", [2, 1, 1, 2, 1, 1, 2, 0]),
-        ("E|*3tL", [0, 0, 0, 1]),
+        ("E|t*2|*1tL", [0, 2, 1]),
     ],
 )
 def test_layout_strings(text: str, expected: list[int]) -> None:
@@ -245,6 +244,15 @@ def test_layout_must_match_layers_and_stages() -> None:
         place_layers(3, looped_flow(2, 2), LayerSplit(layout="Et|t|tL"))
     with pytest.raises(PlacementError, match=re.escape("it places 3 layers, not 4; nearest: --num-layers 3;")):
         place_layers(4, looped_flow(3), LayerSplit(layout="Et|t|tL"))
+
+
+def test_a_stage_may_be_empty_but_not_a_whole_rank() -> None:
+    assert list(stage_sizes("Et|t||tL")) == [1, 1, 0, 1]
+    assert sizes(3, looped_flow(2, 2), LayerSplit(layout="Et|t||tL")) == [1, 1, 0, 1]
+    assert sizes(2, v_shaped(2), LayerSplit(layout="E|t|t|L")) == [0, 1, 1, 0]
+    with pytest.raises(PlacementError, match="rank 2 would hold no layer") as refusal:
+        place_layers(3, looped_flow(4), LayerSplit(layout="Et|t||tL"))
+    assert refusal.value.nearest == '--pipeline-model-parallel-layout "Et|t|t|L"; --pipeline-model-parallel-size 3'
 
 
 def partitions(costs: LayerCosts, stages: int) -> list[list[int]]:

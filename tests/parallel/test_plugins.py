@@ -239,7 +239,7 @@ def test_planning_a_pipeline_imports_no_torch() -> None:
     code = (
         "import sys; from mcore_parallel.builtin import mcore_pipeline_schedules as s; "
         "from mcore_parallel.pipeline.compile import compile_schedule as c; "
-        "from mcore_parallel.pipeline.stage import stage_layers; "
+        "from mcore_parallel.pipeline.stage import place_layers; "
         "c(s()[0], num_ranks=4, num_micro_batches=8); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

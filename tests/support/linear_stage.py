@@ -12,7 +12,7 @@ from mcore_parallel.axis import Layout, build_layout, single_layout
 from mcore_parallel.linear import linear
 from mcore_parallel.mesh import build_mesh
 from mcore_parallel.pipeline.actions import Flow, Place, looped_flow
-from mcore_parallel.pipeline.stage import stage_layers
+from mcore_parallel.pipeline.stage import place_layers
 from mcore_parallel.weight_grad import WeightGradQueue
 
 NUM_LAYERS, WIDTH, ROWS = 8, 6, 3
@@ -51,7 +51,7 @@ class LinearStage:
         self.calls.append(f"F{micro_batch}")
         stage = self.flow.stages[Place(self.rank, chunk)]
         x = batch(micro_batch) if received is None else received
-        for index in stage_layers(NUM_LAYERS, self.flow.num_stages, stage):
+        for index in place_layers(NUM_LAYERS, self.flow)[stage]:
             x = self.apply(index, x)
         return (x**2).sum() if stage == self.flow.num_stages - 1 else x
 
@@ -80,7 +80,7 @@ def check_gradients(stage: LinearStage, num_micro_batches: int, losses: list[Ten
     expected, expected_losses = reference(num_micro_batches)
     for chunk in range(stage.flow.num_chunks):
         mine = stage.flow.stages[Place(stage.rank, chunk)]
-        for index in stage_layers(NUM_LAYERS, stage.flow.num_stages, mine):
+        for index in place_layers(NUM_LAYERS, stage.flow)[mine]:
             for got, want in zip(grads_of(stage.layers[index]), expected[2 * index : 2 * index + 2], strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-14)
     if stage.flow.places[-1].rank == stage.rank:

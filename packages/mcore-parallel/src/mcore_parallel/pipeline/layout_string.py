@@ -49,7 +49,7 @@ def layout_text(sizes: Sequence[int]) -> str:
 
 def _stages(size: int, count: int) -> str:
     stage = _layers(size) + NEXT_STAGE
-    return stage if count == 1 else f"({stage})*{count}"
+    return stage * count if count < 3 else f"({stage})*{count}"
 
 
 def _layers(size: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mcore_parallel.pipeline.actions import Flow, looped_flow
+from mcore_parallel.pipeline.actions import Flow
 from mcore_parallel.pipeline.balance import LayerCosts, balanced_sizes
 from mcore_parallel.pipeline.layout_string import layout_text, stage_sizes
 
@@ -77,8 +77,22 @@ def place_layers(num_layers: int, flow: Flow, split: LayerSplit | None = None) -
     sizes = _sizes(num_layers, flow, split)
     assert len(sizes) == flow.num_stages, "one size for every stage"
     assert sum(sizes) == num_layers, "no layer lost or doubled"
+    _refuse_idle_ranks(sizes, flow, split)
     ends = list(accumulate(sizes))
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def _refuse_idle_ranks(sizes: list[int], flow: Flow, split: LayerSplit) -> None:
+    """A stage may be empty, but not all stages of a rank: it would only pass on what it receives."""
+    busy = {flow.places[0].rank, flow.places[-1].rank}
+    busy |= {place.rank for place, size in zip(flow.places, sizes, strict=True) if size}
+    idle = [rank for rank in range(flow.num_ranks) if rank not in busy]
+    if idle:
+        raise PlacementError(
+            f'{LAYOUT} "{split.layout}" over {_stages_text(flow)}',
+            f"rank {idle[0]} would hold no layer, no embedding and no output layer",
+            f"{_layout_example(sum(sizes), flow)}; {PP} {len(busy)}",
+        )
 
 
 def _sizes(num_layers: int, flow: Flow, split: LayerSplit) -> list[int]:
@@ -233,17 +247,3 @@ def _around(number: int, is_legal: Callable[[int], bool], *, highest: int) -> st
     below = next((n for n in range(min(number, highest + 1) - 1, -1, -1) if is_legal(n)), None)
     above = next((n for n in range(number + 1, highest + 1) if is_legal(n)), None)
     return " or ".join(str(n) for n in (below, above) if n is not None)
-
-
-def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """The global numbers of the layers of ``stage`` when ``num_layers`` are split evenly over ``num_stages``.
-
-    Raises:
-        ValueError: the layers do not divide (the nearest numbers that would work are named), or there is no such
-            stage.
-    """
-    if num_layers < 1 or num_stages < 1:
-        raise ValueError(f"a pipeline needs layers and stages, got {num_layers} layers and {num_stages} stages")
-    if not 0 <= stage < num_stages:
-        raise ValueError(f"stage {stage} is outside the {num_stages} stages 0 to {num_stages - 1}")
-    return place_layers(num_layers, looped_flow(num_stages))[stage]
