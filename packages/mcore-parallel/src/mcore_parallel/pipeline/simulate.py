@@ -35,6 +35,8 @@ class Costs:
     ``latency``: of a message. ``message_bytes`` over ``bandwidth`` (bytes per unit of time): how long it holds a link.
     ``gather``, ``reduce``: the data-parallel collectives of a chunk; a gather holds up its rank, reductions run beside
     the compute, one after the other.
+    ``overlapped``: a forward and the whole backward of another chunk right after it, run as one (DualPipe's F&B); None
+    runs them one after the other.
     ``activation_bytes``: what a stage keeps from a forward to its backward or input gradient; ``deferred_bytes``: what
     it keeps from an input gradient to its weight gradient.
 
@@ -50,12 +52,13 @@ class Costs:
     bandwidth: float = math.inf
     gather: PerStage = 0.0
     reduce: PerStage = 0.0
+    overlapped: float | None = None
     activation_bytes: PerStage = 0.0
     deferred_bytes: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "bandwidth":
+            if name == "bandwidth" or value is None:
                 continue
             for number in value if isinstance(value, Sequence) else (value,):
                 if not 0 <= number < math.inf:
@@ -116,13 +119,21 @@ class Timeline:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Per rank, the time spent in forward, backward and weight-gradient passes."""
-        return tuple(math.fsum(span.end - span.start for span in spans) for spans in self._busy)
+        """Per rank, the time in which forward, backward or weight-gradient passes run; overlapped ones count once."""
+        return tuple(
+            math.fsum(span.end - max(span.start, before) for before, span in zip(_ends(spans), spans, strict=True))
+            for spans in self._busy
+        )
 
     @cached_property
     def rank_spans(self) -> tuple[float, ...]:
         """Per rank, the last end minus the first start."""
         return tuple(spans[-1].end - spans[0].start if spans else 0.0 for spans in self._busy)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Per rank, the part of the makespan without work."""
+        return tuple(self.makespan - work for work in self.work)
 
     @property
     def idle_makespan(self) -> float:
@@ -161,7 +172,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     return clock.timeline()
 
 
-Key = tuple[bool, int, int]
+Key = tuple[bool, int, int | None]
 """Whether a forward, the micro-batch, the stage: names a result."""
 
 
@@ -172,6 +183,10 @@ class _Clock:
         self.flow, self.costs, self.backward = plan.flow, costs, plan.backward
         self.actions = [
             [a for a in plan.for_rank(rank).actions if a.kind in COMPUTE_KINDS or a.kind in COLLECTIVE_KINDS]
+            for rank in range(plan.flow.num_ranks)
+        ]
+        self.stages = [
+            [plan.flow.stages[Place(rank, chunk)] for chunk in range(plan.flow.num_chunks)]
             for rank in range(plan.flow.num_ranks)
         ]
         count = plan.flow.num_stages
@@ -205,31 +220,43 @@ class _Clock:
                 raise ValueError(f"the plan cannot run: rank {rank} waits for ever for the input of {action}")
 
     def _advance(self, rank: int) -> list[int]:
-        woken, spans, actions = [], self.spans[rank], self.actions[rank]
-        stages = [self.flow.stages[Place(rank, chunk)] for chunk in range(self.flow.num_chunks)]
-        last = self.flow.num_stages - 1
+        spans, actions = self.spans[rank], self.actions[rank]
+        woken: list[int] = []
         while len(spans) < len(actions):
-            action = actions[len(spans)]
-            kind, micro_batch, chunk = action
-            stage = stages[chunk]
+            together = self._together(rank, len(spans))
             start = self.now[rank]
-            source = _source(kind, stage, last)
-            if source is not None:
+            for kind, micro_batch, chunk in together:
+                source = _source(kind, self.stages[rank][chunk], self.flow.num_stages - 1)
                 key = (kind is Kind.FORWARD, micro_batch, source)
-                if key not in self.arrival:
+                if source is not None and key not in self.arrival:
                     self.waiting[key] = rank
-                    break
-                start = max(start, self.arrival[key])
-            if kind is Kind.REDUCE:
+                    return woken
+                start = max(start, self.arrival[key] if source is not None else 0.0)
+            action = together[0]
+            if action.kind is Kind.REDUCE:
                 start = max(start, self.reduced[rank])
-            end = start + self.times[kind][stage]
-            spans.append(Span(action, start, end))
-            if kind is Kind.REDUCE:
+            end = start + self._length(together, self.stages[rank][action.chunk])
+            spans += [Span(each, start, end) for each in together]
+            if action.kind is Kind.REDUCE:
                 self.reduced[rank] = end
                 continue
             self.now[rank] = end
-            woken += self._send(kind, micro_batch, stage, end)
+            for kind, micro_batch, chunk in together:
+                woken += self._send(kind, micro_batch, self.stages[rank][chunk], end)
         return woken
+
+    def _together(self, rank: int, position: int) -> list[Action]:
+        """The action at ``position``, with the next if the two run as one."""
+        pair = self.actions[rank][position : position + 2]
+        if self.costs.overlapped is None or [action.kind for action in pair] != [Kind.FORWARD, Kind.BACKWARD]:
+            return pair[:1]
+        return pair if pair[0].chunk != pair[1].chunk else pair[:1]
+
+    def _length(self, together: list[Action], stage: int) -> float:
+        if len(together) > 1:
+            assert self.costs.overlapped is not None, "two actions run together only if that has a time"
+            return self.costs.overlapped
+        return self.times[together[0].kind][stage]
 
     def _send(self, kind: Kind, micro_batch: int, stage: int, end: float) -> list[int]:
         if kind is Kind.FORWARD:
@@ -274,7 +301,7 @@ class _Clock:
         live = deferred = 0
         size, peaks = 0.0, (0, 0, 0, 0.0)
         for kind, _, chunk in self.actions[rank]:
-            stage = self.flow.stages[Place(rank, chunk)]
+            stage = self.stages[rank][chunk]
             if kind is Kind.FORWARD:
                 live, size = live + 1, size + activation[stage]
             elif kind in GRADIENT_KINDS:
@@ -288,6 +315,11 @@ class _Clock:
             if not self.backward and kind is Kind.FORWARD:
                 live, size = live - 1, size - activation[stage]
         return peaks
+
+
+def _ends(spans: Sequence[Span]) -> list[float]:
+    """For each span, the end of the one before."""
+    return [0.0, *(span.end for span in spans[:-1])] if spans else []
 
 
 def _source(kind: Kind, stage: int, last: int) -> int | None:

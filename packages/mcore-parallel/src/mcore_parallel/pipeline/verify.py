@@ -58,6 +58,7 @@ def examine(plan: Plan) -> Report:
     ranks = [_RankCheck(plan, rank, _routes(plan.flow, rank, streams)) for rank in range(plan.flow.num_ranks)]
     for rank in ranks:
         rank.run()
+    _check_collectives(ranks)
     for stream in streams.values():
         if stream.is_send:
             _match(stream, stream.counterpart)
@@ -170,6 +171,7 @@ class _RankCheck:
     rank: int
     routes: Routes
     groups: list[_Group] = field(default_factory=list)
+    collectives: set[Action] = field(default_factory=set)
     peak_live: int = 0
     peak_deferred: int = 0
     peak_held: int = 0
@@ -192,6 +194,7 @@ class _RankCheck:
                 done[action] = position
             if actions[0].kind in COMMUNICATION_KINDS:
                 self.groups.append(_Group(position, actions, [self._join_stream(position, a) for a in actions]))
+        self.collectives = {action for action in done if action.kind in COLLECTIVE_KINDS}
         self._count(done)
         self._check_complete(needs, done)
 
@@ -276,11 +279,6 @@ class _RankCheck:
 
     def _check_complete(self, needs: Needs, done: dict[Action, int]) -> None:
         end = len(self.plan.steps[self.rank])
-        for kind in sorted(COLLECTIVE_KINDS):
-            collectives = [Action(kind, 0, chunk) for chunk in range(self.plan.flow.num_chunks)]
-            missing = [action for action in collectives if action not in done]
-            if 0 < len(missing) < len(collectives):
-                raise self._fail("is never done, although that of another chunk is", end, missing[0])
         for kind, chunk in needs:
             for micro_batch in range(self.plan.num_micro_batches):
                 action = Action(kind, micro_batch, chunk)
@@ -290,6 +288,18 @@ class _RankCheck:
                     raise self._fail("is never done", end, action)
                 if action._replace(kind=Kind.INPUT_GRAD) in done:
                     raise self._fail("is never done, so this micro-batch's weight gradients are lost", end, action)
+
+
+def _check_collectives(ranks: list[_RankCheck]) -> None:
+    """Check that every chunk of every rank is reduced (gathered), or none: a gradient left out would be silent."""
+    for kind in sorted(COLLECTIVE_KINDS):
+        wanted = [(rank, Action(kind, 0, chunk)) for rank in ranks for chunk in range(rank.plan.flow.num_chunks)]
+        missing = [(rank, action) for rank, action in wanted if action not in rank.collectives]
+        if 0 < len(missing) < len(wanted):
+            rank, action = missing[0]
+            end = len(rank.plan.steps[rank.rank])
+            reason = "is never done, although that of another chunk is"
+            raise ScheduleError(reason, rank=rank.rank, position=end, action=action)
 
 
 def _match(sends: Stream, receives: Stream) -> None:
