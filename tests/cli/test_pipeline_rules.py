@@ -9,6 +9,7 @@ import pytest
 
 from mcore_cli.pipeline import pipeline_shape, requested_chunks, schedules_of, stage_layers_of
 from mcore_cli.rules.check import find_problems
+from mcore_cli.rules.pipeline import pipeline_rules
 from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
 
 PP, CHUNKS = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
@@ -306,3 +307,7 @@ def test_every_refused_chunk_size_names_sizes_that_work(small, manager) -> None:
     assert found is not None
     assert [int(number) % 32 for number in found.groups()[:2]] == [0, 0]
     assert 80 % (16 * int(found[3])) == 0
+
+
+def test_every_rule_is_tested(manager) -> None:
+    assert {rule.name for rule in pipeline_rules(manager)} <= {case[0] for case in CASES}

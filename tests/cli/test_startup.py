@@ -36,7 +36,17 @@ def test_help_of_commands_loads_no_torch(arguments: tuple[str, ...]) -> None:
     assert "torch" not in loaded_by(*arguments)
 
 
-@pytest.mark.parametrize("arguments", [("train", "quickstart", "--print-config"), ("recipes",), ("plugins", "list")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "quickstart", "--print-config"),
+        ("recipes",),
+        ("plugins", "list"),
+        ("schedule", "list"),
+        ("schedule", "compare", "--pp", "4", "--micro-batches", "8"),
+        ("schedule", "show", "zbv", "--pp", "4", "--micro-batches", "8", "--out", "zbv.svg"),
+    ],
+)
 def test_looking_loads_no_torch(arguments: tuple[str, ...]) -> None:
     assert "torch" not in loaded_by(*arguments)
 
