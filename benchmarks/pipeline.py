@@ -202,7 +202,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step [8]")
     parser.add_argument("--vpp", type=int, default=2, help="chunks per rank where the schedule leaves it open [2]")
     parser.add_argument("--times", default="1,1,1", help="forward, input gradient, weight gradient [1,1,1]")
-    parser.add_argument("--unit-ms", type=float, default=40.0, help="milliseconds of one unit of --times [40]")
+    parser.add_argument("--unit-ms", type=float, default=60.0, help="milliseconds of one unit of --times [60]")
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each schedule; the fastest counts [3]")
     parser.add_argument("--schedules", default=None, help="names, comma separated [all that run from sizes alone]")
     return parser.parse_args(arguments)
