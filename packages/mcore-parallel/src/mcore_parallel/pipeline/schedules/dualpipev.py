@@ -2,9 +2,9 @@
 
 Rank ``r`` of ``p`` holds stages ``r`` and ``2 p - 1 - r``. In the steady state a forward of one chunk runs beside a
 whole backward of the other, so that the communication of each hides behind the compute of the other. With chunk times
-``F``, ``I``, ``W`` and ``B = I + W``, the idle time of the makespan is ``(p - 1) (F + I - W)`` for ``W <= I <= F`` when
-the two run one after the other. As one overlapped action of time ``F&B``, the longest idle time of a rank is
-``(p - 1) (F&B + B - 3 W)`` for ``F <= I``. Every rank holds ``2 p + 1`` chunk activations.
+``F``, ``I``, ``W`` and ``B = I + W``, the idle time of the makespan is ``(p - 1) (F + I - W)`` for
+``W <= I <= F <= B`` when the two run one after the other. As one overlapped action of time ``F&B``, the longest idle
+time of a rank is ``(p - 1) (F&B + B - 3 W)`` for ``F <= I``. Every rank holds ``2 p + 1`` chunk activations.
 """
 
 from __future__ import annotations

@@ -63,6 +63,11 @@ class Table:
             f"{flow.num_chunks} model chunks per rank, got {num_ranks}, {num_micro_batches} and {num_chunks}"
         )
 
+    def _flow_of(self, num_ranks: int, num_chunks: int) -> Flow:
+        if (num_ranks, num_chunks) != (self.flow.num_ranks, self.flow.num_chunks):
+            raise ValueError(self.legal(num_ranks, self.num_micro_batches, num_chunks))
+        return self.flow
+
     def spec(self) -> ScheduleSpec:
         """The schedule that runs this table."""
         chunks = self.flow.num_chunks
@@ -71,7 +76,7 @@ class Table:
             plan=lambda num_ranks, num_micro_batches, num_chunks=chunks: [list(actions) for actions in self.actions],
             min_chunks=chunks,
             max_chunks=chunks,
-            flow=lambda num_ranks, num_chunks: self.flow,
+            flow=self._flow_of,
             legal=lambda num_ranks, num_micro_batches, num_chunks=chunks: self.legal(
                 num_ranks, num_micro_batches, num_chunks
             ),

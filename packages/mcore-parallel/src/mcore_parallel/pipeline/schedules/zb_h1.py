@@ -2,7 +2,7 @@
 
 1F1B with split backward: weight gradients are put off into the gaps, more of them the later the rank. With ``p`` ranks
 and pass times ``F``, ``I``, ``W``, the longest idle time within any rank's own span is ``(p - 1) (F + I - W)`` for
-``W <= I`` and enough micro-batches (``m >= p``); every rank holds at most ``p`` activations and weight gradients to
+``W <= min(F, I)`` and ``m >= p``; every rank holds at most ``p`` activations and weight gradients to
 come together, as 1F1B's first rank does.
 """
 

@@ -2,8 +2,8 @@
 
 More warm-up forwards than ZB-H1 fill the gap before the first backward. With ``p`` ranks and pass times ``F``, ``I``,
 ``W``, the longest idle time within any rank's own span is ``(p - 1) (F + I - 2 W)`` (none for ``F = I = W``) for
-``W <= I`` and enough micro-batches (``m >= 2 p - 1``); every rank holds at most ``2 p - 1`` activations and weight
-gradients to come together. The makespan keeps a ramp of ``(p - 1) F``: ranks start and end at different times.
+``W <= min(F, I)`` and ``m >= 2 p - 1``; every rank holds at most ``2 p - 1`` activations and weight gradients to come
+together. The makespan keeps a ramp of ``(p - 1) F``: ranks start and end at different times.
 """
 
 from __future__ import annotations
