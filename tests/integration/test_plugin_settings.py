@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
 import tiny
 import torch
 from pydantic import Field
 
-from mcore_cli.build import build_parts, build_plans
+from mcore_cli.build import build_parts
 from mcore_cli.resolve import resolve
 from mcore_parallel.axis import single_layout
 from mcore_parallel.config import Section
 from mcore_parallel.optim.builtin import build_sgd
-from mcore_parallel.pipeline.schedules.one_f_one_b import plan
+from mcore_parallel.pipeline.actions import Action, Kind
 from mcore_parallel.plugins import hookimpl
 from mcore_parallel.specs import OptimizerSpec, ScheduleSpec
+
+
+def plan(num_ranks, num_micro_batches, *, num_chunks):
+    """One rank alone: all forwards chunk by chunk, then all backwards."""
+    assert num_ranks == 1
+    forwards = [Action(Kind.FORWARD, m, c) for c in range(num_chunks) for m in range(num_micro_batches)]
+    return [[*forwards, *(Action(Kind.BACKWARD, m, c) for _, m, c in reversed(forwards))]]
 
 
 class PressConfig(Section):
@@ -58,8 +64,10 @@ def test_an_optimizers_own_flags_become_a_section_and_reach_it():
     assert plugin.seen == [3.0]
 
 
-def test_a_schedule_of_several_chunks_is_refused():
+def test_a_schedule_of_several_chunks_gets_them():
     manager, _ = _manager()
     config = _resolve(manager, pipeline_schedule="two-chunks")
-    with pytest.raises(ValueError, match=r"two-chunks needs 2 model chunks per rank.*use one of.*1f1b"):
-        build_plans(config, single_layout(), manager=manager)
+    parts = build_parts(config, single_layout(), manager=manager, device=torch.device("cpu"))
+    assert [(chunk.stage.first_layer, chunk.stage.num_layers) for chunk in parts.chunks] == [(0, 1), (1, 1)]
+    assert [str(action) for action in parts.train_plan.actions] == ["G", "F0", "G.1", "F0.1", "B0.1", "R.1", "B0", "R"]
+    assert [str(action) for action in parts.eval_plan.actions] == ["F0", "F0.1"]
