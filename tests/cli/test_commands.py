@@ -120,10 +120,10 @@ def test_prepare_takes_several_inputs(mcore, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, (0.7, 0.95)),
-        ({"greedy": True}, (0.0, 1.0)),
-        ({"temperature": 0.5}, (0.5, 0.95)),
-        ({"top_p": 0.9, "seed": 3}, (0.7, 0.9)),
+        ({}, (0.7, 0.95, 1234)),
+        ({"greedy": True}, (0.0, 1.0, 1234)),
+        ({"temperature": 0.5}, (0.5, 0.95, 1234)),
+        ({"top_p": 0.9, "seed": 3}, (0.7, 0.9, 3)),
     ],
 )
 def test_sampling(given, expected) -> None:

@@ -46,17 +46,20 @@ def run_ranks(target: str, *arguments: Any, environment: Environment, nproc_per_
     return start_local_ranks(target, arguments, nproc_per_node)
 
 
-def run_config_ranks(target: str, config: RunConfig, *, environment: Environment, nproc_per_node: int | None) -> int:
-    """:func:`run_ranks` for a ``target`` whose one argument is the run's tree."""
+def run_config_ranks(
+    target: str, config: RunConfig, *more: Any, environment: Environment, nproc_per_node: int | None
+) -> int:
+    """:func:`run_ranks` for a ``target`` whose first argument is the run's tree."""
     values = config.model_dump()  # the tree's type is made at run time where plugins have sections: no pickle knows it
+    arguments = (target, values, *more)
     return run_ranks(
-        "mcore_cli.launch:call_with_config", target, values, environment=environment, nproc_per_node=nproc_per_node
+        "mcore_cli.launch:call_with_config", *arguments, environment=environment, nproc_per_node=nproc_per_node
     )
 
 
-def call_with_config(target: str, values: dict[str, Any]) -> int:
-    """Call ``target`` with the tree that ``values`` are the dump of."""
-    return call(target, (run_tree(plugin_manager()).model_validate(values),))
+def call_with_config(target: str, values: dict[str, Any], *more: Any) -> int:
+    """Call ``target`` with the tree that ``values`` are the dump of, and ``more``."""
+    return call(target, (run_tree(plugin_manager()).model_validate(values), *more))
 
 
 def set_threads(nproc: int, variables: MutableMapping[str, str]) -> None:

@@ -1,8 +1,8 @@
-"""Text generation on one rank: greedy or sampled tokens, one forward pass per token over a KV cache."""
+"""Text generation: greedy or sampled tokens, one forward pass per token over a KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,10 +33,18 @@ def generate(
             range, or prompt and new tokens exceed the learned positions.
     """
     _check(model, tokens, max_new_tokens, temperature, top_p)
-    return _steps(model, tokens, max_new_tokens, _Sampler(temperature, top_p, seed, tokens.device), eod)
+    sample = Sampler(temperature, top_p, seed, tokens.device)
+    cache = KVCache(len(model.layers), tokens.shape[1] + max_new_tokens)
+
+    def advance(new: Tensor) -> Tensor:
+        return sample(model.logits(model(new, cache=cache)[-1:])[0])
+
+    return continue_tokens(advance, tokens, max_new_tokens=max_new_tokens, eod=eod)
 
 
-class _Sampler:
+class Sampler:
+    """Chooses next tokens from logits, with a generator of its own; ``temperature`` 0 takes the likeliest."""
+
     def __init__(self, temperature: float, top_p: float, seed: int, device: torch.device) -> None:
         self.temperature, self.top_p = temperature, top_p
         self.generator = torch.Generator(device=device).manual_seed(seed)
@@ -59,15 +67,17 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probabilities).scatter(-1, order, ordered)
 
 
-def _steps(
-    model: StageModel, tokens: Tensor, max_new_tokens: int, sample: _Sampler, eod: int | None
+def continue_tokens(
+    advance: Callable[[Tensor], Tensor], tokens: Tensor, *, max_new_tokens: int, eod: int | None
 ) -> Iterator[Tensor]:
-    cache = KVCache(len(model.layers), tokens.shape[1] + max_new_tokens)
+    """Next tokens ``[b]``, step by step, where ``advance`` makes them of the tokens ``[b, s]`` it has not seen yet.
+
+    Runs without autograd. A sequence that has produced ``eod`` goes on with it; ends when all have.
+    """
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     for _ in range(max_new_tokens):
         with torch.no_grad():  # entered per step: the consumer's own gradient mode holds while it has the token
-            hidden = model(tokens, cache=cache)
-            following = sample(model.logits(hidden[-1:])[0])
+            following = advance(tokens)
         if eod is not None:
             following = following.masked_fill(ended, eod)
             ended = ended | (following == eod)

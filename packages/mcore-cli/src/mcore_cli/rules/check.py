@@ -19,13 +19,13 @@ from mcore_data.datasets import check_data
 from mcore_models.rules import violations as model_violations
 from mcore_parallel.plugins import PluginManager
 
-Purpose = Literal["train", "verify", "eval"]
+Purpose = Literal["train", "verify", "eval", "generate"]
 
 
 def check(config: RunConfig, world_size: int, manager: PluginManager, purpose: Purpose = "train") -> None:
     """Check a completed tree for what it is going to be used for.
 
-    Verifying uses tokens of its own; neither it nor evaluating has a length, a schedule or anything to save.
+    Verifying uses tokens of its own. It, evaluating and generating have no length, no schedule and nothing to save.
 
     Raises:
         UserError: everything that is wrong, one line each.
@@ -43,14 +43,14 @@ def find_problems(config: RunConfig, world_size: int, manager: PluginManager, pu
         # The model's own rules have the last word; those above say the same with the nearest legal values.
         tp = config.parallel.tensor_model_parallel_size
         problems += model_violations(config.model, tp=tp, seq_length=config.data.seq_length)
-    if purpose != "verify":
+    if purpose in ("train", "eval"):
         problems += _data_problems(config, manager, purpose)
     return problems
 
 
 def _rules(manager: PluginManager, purpose: Purpose) -> tuple[Rule, ...]:
-    # Evaluating runs forward passes only, which any number of micro-batches makes under every schedule.
-    pipeline = pipeline_rules(manager, backward=purpose != "eval")
+    # Evaluating and generating run forward passes only, which any number of micro-batches makes under every schedule.
+    pipeline = pipeline_rules(manager, backward=purpose in ("train", "verify"))
     shared = (*NAME_RULES, *LAYOUT_RULES, *pipeline, *MODEL_RULES, *BATCH_RULES)
     if purpose != "train":
         return shared
