@@ -96,8 +96,11 @@ class Layout:
             return None
         if members == tuple(range(self.mesh.world_size)):
             return dist.group.WORLD
-        group = dist.new_group(list(members), timeout=self.timeout)
-        return group if self.rank in members else None
+        if self.rank not in members:
+            return None
+        # Only members take part, or every rank would wait for every other once per group of the world. The groups of
+        # one axis are disjoint and axes are made in one order, so no two groups wait for each other in a circle.
+        return dist.new_group(list(members), timeout=self.timeout, use_local_synchronization=True)
 
 
 def build_layout(
