@@ -156,6 +156,7 @@ def test_metrics_hold_every_figure(tmp_path):
     drive(trainer, [callback])
     callback.on_notice("something")
     callback.on_end("over")
+    callback.close()
     trainer.data.train.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     kinds = [line["kind"] for line in lines]
@@ -207,6 +208,7 @@ def test_live_progress_draws_on_a_terminal(tmp_path):
         drive(trainer, [live])
         live.on_notice("a folder named [/b]")
         live.on_end("over")
+        live.close()
     trainer.data.train.close()
     text = (tmp_path / "screen").read_text()
     assert "4/4" in text
@@ -223,6 +225,7 @@ def test_tensorboard_events_when_asked_for(tmp_path):
     recorder = tiny.Recorder()
     drive(trainer, [board, recorder])
     board.on_end("over")
+    board.close()
     trainer.data.train.close()
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()

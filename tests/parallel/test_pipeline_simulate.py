@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_parallel.pipeline.actions import COMPUTE_KINDS, Action, Flow, Kind, Place, Plan
-from mcore_parallel.pipeline.collective_actions import with_collectives
+from mcore_parallel.pipeline.collective_actions import rank_with_collectives, with_collectives
 from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
 from mcore_parallel.pipeline.simulate import Costs, Timeline, simulate
 from mcore_parallel.pipeline.verify import verify
@@ -234,3 +234,10 @@ def test_a_plan_that_cannot_run_is_refused() -> None:
     without = Plan((plan.steps[0], ()), plan.flow, 1)
     with pytest.raises(ValueError, match="rank 0 waits for ever for the input of B0"):
         simulate(without)
+
+
+def test_one_ranks_collectives_are_those_of_the_whole_plan():
+    plan = compiled("zbv", 4, 5)
+    whole = with_collectives(plan)
+    for rank in range(4):
+        assert rank_with_collectives(plan, rank) == whole.for_rank(rank)

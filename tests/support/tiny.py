@@ -117,3 +117,6 @@ class Recorder:
 
     def on_end(self, reason):
         """Nothing to keep."""
+
+    def close(self):
+        """Nothing to let go of."""

@@ -20,7 +20,7 @@ from mcore_models.stage_model import StageModel
 from mcore_parallel.axis import Layout
 from mcore_parallel.optim.optimizer import ShardedOptimizer, build_optimizer
 from mcore_parallel.pipeline.actions import Kind, Place, RankPlan
-from mcore_parallel.pipeline.collective_actions import with_collectives
+from mcore_parallel.pipeline.collective_actions import rank_with_collectives
 from mcore_parallel.pipeline.compile import compile_forward, compile_schedule
 from mcore_parallel.pipeline.p2p import connect
 from mcore_parallel.plugins import PluginManager, Registry
@@ -103,7 +103,8 @@ def build_chunks(
     recompute = None
     if parallel.recompute_granularity is not None:
         assert parallel.recompute_method is not None, "a rule: recomputation needs its method"
-        recompute = Recompute(parallel.recompute_method, parallel.recompute_num_layers or 1)
+        assert parallel.recompute_num_layers is not None, "and its number of layers"
+        recompute = Recompute(parallel.recompute_method, parallel.recompute_num_layers)
     models = build_stage_models(
         config.model,
         layout=layout,
@@ -157,8 +158,8 @@ def build_plans(config: RunConfig, layout: Layout, *, manager: PluginManager) ->
     shape = pipeline_shape(config, schedules_of(manager))
     count = num_micro_batches(global_batch_size(config, dp), config.train.micro_batch_size, dp)
     sizes = {"num_ranks": pp.size, "num_micro_batches": count, "num_chunks": shape.num_chunks}
-    train = with_collectives(compile_schedule(shape.spec, **sizes))
-    return train.for_rank(pp.rank), compile_forward(shape.spec, **sizes).for_rank(pp.rank)
+    train = rank_with_collectives(compile_schedule(shape.spec, **sizes), pp.rank)
+    return train, compile_forward(shape.spec, **sizes).for_rank(pp.rank)
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,12 @@ class Data:
     tokenizer: Tokenizer
     train: GlobalBatchLoader
     valid: GlobalBatchLoader | None
+
+    def close(self) -> None:
+        """End the loaders' background threads."""
+        for loader in (self.train, self.valid):
+            if loader is not None:
+                loader.close()
 
 
 def build_data(config: RunConfig, tokenizer: Tokenizer, layout: Layout, *, manager: PluginManager) -> Data:

@@ -33,7 +33,10 @@ class Callback(Protocol):
         """Something the user should know, in one line."""
 
     def on_end(self, reason: str) -> None:
-        """After the last step, with why it was the last."""
+        """After the last step, with why it was the last; not when the run failed."""
+
+    def close(self) -> None:
+        """At the very end, also of a run that failed: let go of files and terminals."""
 
 
 class MetricsFile:
@@ -62,6 +65,8 @@ class MetricsFile:
 
     def on_end(self, reason: str) -> None:
         self._write({"kind": "end", "reason": reason, "time": time.time()})
+
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -89,7 +94,7 @@ class _Averages:
         loss = sum(r.loss * r.valid_tokens for r in self.results) / max(tokens, 1)
         seconds = sum(r.seconds for r in self.results)
         speed = sum(r.tokens_per_second * r.seconds for r in self.results) / seconds
-        share = seconds and sum(r.mfu * r.seconds for r in self.results) / seconds
+        share = sum(r.mfu * r.seconds for r in self.results) / seconds
         tflops = sum(r.tflops_per_rank * r.seconds for r in self.results) / seconds
         per_rank = speed * last.tokens_per_second_per_rank / last.tokens_per_second
         left = _clock(seconds / count * (train_iters - last.iteration))
@@ -152,6 +157,9 @@ class PlainLines:
         if self._run is not None:
             self._print(f"next: mcore generate --load {self._run.folder} --prompt TEXT, or mcore eval --load the same")
 
+    def close(self) -> None:
+        """Standard output stays open."""
+
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
@@ -183,8 +191,7 @@ class LiveProgress(PlainLines):
         self._progress.update(self._task, completed=result.iteration, loss=f"loss {result.loss:.4f}")
         super().on_step(result)
 
-    def on_end(self, reason: str) -> None:
-        super().on_end(reason)
+    def close(self) -> None:
         self._progress.stop()
 
     def _print(self, text: str) -> None:
@@ -218,6 +225,9 @@ class TensorBoard:
         """Notices are for people; the terminal has them."""
 
     def on_end(self, reason: str) -> None:
+        """The reason is for people; the terminal has it."""
+
+    def close(self) -> None:
         self._writer.close()
 
     def _scalar(self, name: str, value: float, iteration: int) -> None:

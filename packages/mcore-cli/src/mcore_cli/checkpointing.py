@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from mcore_ckpt.comm import Communicator, DistributedCommunicator, SingleCommunicator
-from mcore_ckpt.find import open_checkpoint
 from mcore_ckpt.layout import LocalArray, flat_range_arrays, parameter_arrays
 from mcore_ckpt.load import load_checkpoint
 from mcore_ckpt.manifest import CheckpointInfo
 from mcore_ckpt.save import save_checkpoint
 from mcore_ckpt.stores import checkpoint_root, store_registry
 from mcore_cli.build import Parts
-from mcore_cli.config import RunConfig
 from mcore_models.build import distinct_parameters
 from mcore_models.stage_model import StageModel
 from mcore_parallel.optim.lr_schedule import ScheduleState
 from mcore_parallel.optim.optimizer import ShardedOptimizer
 from mcore_parallel.placement import placement_of
 from mcore_parallel.plugins import PluginManager
+
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,21 @@ def checkpoint_folder(url: str, manager: PluginManager) -> Path:
     return checkpoint_root(url, store_registry(manager))
 
 
-def open_run(
-    load: str, step: int | None, tree: type[RunConfig], manager: PluginManager
-) -> tuple[CheckpointInfo, RunConfig]:
-    """A checkpoint and the configuration it was trained with.
+def chosen_by_first(choose: Callable[[], Choice]) -> Choice:
+    """What ``choose`` returns on the first rank, on every rank: folders may not look the same from all of them yet.
 
     Raises:
-        CheckpointNotFound, IncompleteCheckpoint, FormatTooNew: there is none that can be used.
+        ValueError: whatever ``choose`` raised there, as its text.
     """
-    info = open_checkpoint(checkpoint_folder(load, manager), step)
-    return info, tree.model_validate(info.state["config"])
+    communicator = run_communicator()
+    value: Choice | None = None
+    problem: str | None = None
+    if communicator.rank == 0:
+        try:
+            value = choose()
+        except ValueError as error:
+            problem = str(error)
+    value, problem = communicator.all_gather_object((value, problem))[0]
+    if problem is not None:
+        raise ValueError(problem)
+    return cast(Choice, value)

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from mcore_ckpt.find import open_checkpoint
 from mcore_cli.build import build_parts, build_run_tokenizer, build_validation, global_batch_size, with_vocabulary
-from mcore_cli.checkpointing import checkpoint_folder, load_weights
+from mcore_cli.checkpointing import checkpoint_folder, chosen_by_first, load_weights
 from mcore_cli.config import RunConfig
 from mcore_cli.step import Parts, forward_all, sum_over_ranks
 from mcore_cli.world import build_run_layout, join_world
@@ -43,7 +43,8 @@ def run(config: RunConfig) -> None:
         layout = build_run_layout(config, world, manager=manager)
         parts = build_parts(config, layout, manager=manager, device=world.device)
         assert config.checkpoint.load is not None, "mcore eval asks for --load"
-        info = open_checkpoint(checkpoint_folder(config.checkpoint.load, manager), config.checkpoint.ckpt_step)
+        folder, step = checkpoint_folder(config.checkpoint.load, manager), config.checkpoint.ckpt_step
+        info = chosen_by_first(lambda: open_checkpoint(folder, step))
         load_weights(parts.chunks, info)
         with closing(build_validation(config, tokenizer, layout, manager=manager)) as data:
             loss, tokens = validation_loss(parts, data, num_batches=config.train.eval_iters)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_ckpt.find import open_checkpoint
 from mcore_cli.build import build_chunks, build_run_tokenizer, with_vocabulary
-from mcore_cli.checkpointing import checkpoint_folder, load_weights
+from mcore_cli.checkpointing import checkpoint_folder, chosen_by_first, load_weights
 from mcore_cli.config import RunConfig
 from mcore_cli.pipeline import pipeline_shape, schedules_of
 from mcore_cli.text_request import TextRequest
@@ -40,12 +40,11 @@ class NextToken:
     chunks: Sequence[StageModel]
     caches: Sequence[KVCache]
     axis: Axis
+    everyone: Axis
+    source: int
     plan: Plan
     sample: Sampler
     seen: int = 0
-
-    def __post_init__(self) -> None:
-        self.last_rank = self.plan.flow.places[-1].rank
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,7 +74,8 @@ class NextToken:
         chosen = run_forward(self.plan.for_rank(self.axis.rank), stage=self, axis=self.axis).losses
         self.seen += tokens.shape[1]
         following = chosen[0] if chosen else torch.zeros((), dtype=torch.int64, device=self.device)
-        return broadcast(following.reshape(1), self.axis, source=self.last_rank)
+        # Ranks that split the last stage chose too; one choice counts, should rounding ever tell theirs apart.
+        return broadcast(following.reshape(1), self.everyone, source=self.source)
 
 
 def run(config: RunConfig, request: TextRequest) -> None:
@@ -93,8 +93,8 @@ def run(config: RunConfig, request: TextRequest) -> None:
         connect(layout, device=world.device)
         chunks = build_chunks(config, layout, manager=manager, device=world.device)
         assert config.checkpoint.load is not None, "mcore generate asks for --load"
-        folder = checkpoint_folder(config.checkpoint.load, manager)
-        load_weights(chunks, open_checkpoint(folder, config.checkpoint.ckpt_step))
+        folder, step = checkpoint_folder(config.checkpoint.load, manager), config.checkpoint.ckpt_step
+        load_weights(chunks, chosen_by_first(lambda: open_checkpoint(folder, step)))
         ids = prompt_ids(request, tokenizer, config)
         shape = pipeline_shape(config, schedules_of(manager))
         plan = compile_forward(shape.spec, num_ranks=shape.num_ranks, num_micro_batches=1, num_chunks=shape.num_chunks)
@@ -103,6 +103,8 @@ def run(config: RunConfig, request: TextRequest) -> None:
             chunks,
             [KVCache(len(chunk.layers), capacity) for chunk in chunks],
             layout.axis("pp"),
+            layout.axis("world"),
+            layout.mesh.rank({**dict.fromkeys(layout.mesh.names, 0), "pp": plan.flow.places[-1].rank}),
             plan,
             Sampler(request.temperature, request.top_p, request.seed, world.device),
         )

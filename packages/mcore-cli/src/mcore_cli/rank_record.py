@@ -21,7 +21,8 @@ from mcore_cli.errors import USER_ERROR_CODE, RunFailed, describe, is_user_error
 
 # What a rank sees when a peer is gone, in the words of gloo, NCCL and torch's store.
 PEER_LOST = re.compile(
-    r"connection (closed|reset|refused|was likely)|broken pipe|socket closed|remote process|peer|timed out waiting",
+    r"connection (closed|reset|refused|was likely)|broken pipe|socket closed|remote process|(closed|reset) by peer"
+    r"|timed out waiting|ncclRemoteError|communicator was aborted",
     re.IGNORECASE,
 )
 # Windows has no SIGKILL; its SIGTERM cannot be refused either.

@@ -6,7 +6,6 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from mcore_cli.build import (
     with_vocabulary,
 )
 from mcore_cli.callbacks import Callback, builtin_callbacks
-from mcore_cli.checkpointing import Position, checkpoint_folder, load_run, save_run
+from mcore_cli.checkpointing import Position, checkpoint_folder, chosen_by_first, load_run, save_run
 from mcore_cli.config import RunConfig
 from mcore_cli.errors import RunFailed
 from mcore_cli.evaluate import perplexity, validation_loss
@@ -88,8 +87,10 @@ class Trainer:
         batches = self.data.train.micro_batches(consumed)
         losses = backward_all(self.parts, batches, step=self.position.iteration)
         sums = self._sum(losses, batches)
+        if not math.isfinite(sums.loss):
+            self._fail(sums, optimizer.grad_norm() / max(sums.tokens, 1.0))
         stats = optimizer.step(sums.tokens, wait=False)
-        if not (stats.applied and math.isfinite(sums.loss)):
+        if not stats.applied:
             self._fail(sums, stats.grad_norm)
         self.stopping = sums.stops > 0
         tokens = self.batch_size * self.config.data.seq_length
@@ -190,11 +191,14 @@ def run(config: RunConfig) -> None:
         manager = plugin_manager()
         trainer, notices = start(config, world, manager=manager, stop=stop)
         callbacks = _callbacks(trainer, world, manager)
-        for notice in notices:
-            _tell(callbacks, "on_notice", notice)
-        with closing(trainer.data.train):
-            reason = drive(trainer, callbacks)
-        _tell(callbacks, "on_end", reason)
+        try:
+            for notice in notices:
+                _tell(callbacks, "on_notice", notice)
+            _tell(callbacks, "on_end", drive(trainer, callbacks))
+        finally:
+            trainer.data.close()
+            for callback in callbacks:
+                callback.close()
 
 
 def start(config: RunConfig, world: World, *, manager: PluginManager, stop: StopRequest) -> tuple[Trainer, list[str]]:
@@ -215,9 +219,10 @@ def start(config: RunConfig, world: World, *, manager: PluginManager, stop: Stop
     assert config.checkpoint.save is not None, "the tree is complete"
     folder = checkpoint_folder(config.checkpoint.save, manager)
     trainer = Trainer(parts, data, schedule, peak, train_iterations(config, dp), stop, folder)
+    notices = _resume(trainer, chosen_by_first(lambda: checkpoint_to_load(config, manager)))
     if config.checkpoint.overwrite and world.is_first:
         clear_folder(folder)
-    return trainer, _resume(trainer, checkpoint_to_load(config, manager))
+    return trainer, notices
 
 
 def clear_folder(folder: Path) -> None:
@@ -290,9 +295,9 @@ def drive(trainer: Trainer, callbacks: Sequence[Callback]) -> str:
     reason = f"all {trainer.train_iters} iterations are done"
     for result in trainer.steps():
         _tell(callbacks, "on_step", result)
-        if train.eval_interval is not None and result.iteration % train.eval_interval == 0:
-            _tell(callbacks, "on_eval", trainer.evaluate())
         early = trainer.exit_reason()
+        if train.eval_interval is not None and result.iteration % train.eval_interval == 0 and not trainer.stopping:
+            _tell(callbacks, "on_eval", trainer.evaluate())
         if every is not None and result.iteration % every == 0 and early is None:
             _tell(callbacks, "on_save", trainer.save())
         if early is not None:

@@ -76,6 +76,8 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
 
 def _backend(choice: str, device: torch.device) -> str:
     if device.type == "cpu":
+        if choice == "nccl":
+            raise ValueError("--distributed-backend nccl: there is no CUDA device here; use gloo or auto")
         return "gloo"
     return "cpu:gloo,cuda:nccl" if choice == "auto" else f"cpu:gloo,cuda:{choice}"
 

@@ -62,6 +62,7 @@ class Layout:
         self.recorder = TrafficRecorder()
         self.timeout = timeout
         self._axes: dict[str, Axis] = {}
+        self._groups: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
 
     def axis(self, *names: str) -> Axis:
         """The axis made before under ``names`` merged, e.g. ``axis("tp")`` or ``axis("dp", "cp")``."""
@@ -85,13 +86,13 @@ class Layout:
         mine = Axis(name, (self.rank,), recorder=self.recorder)
         for ranks in groups:
             members = tuple(int(r) for r in ranks)
-            group = self._process_group(members)
+            group = self._process_group(name, members)
             if self.rank in members:
                 mine = Axis(name, members, members.index(self.rank), group, self.recorder)
         self._axes[name] = mine
         return mine
 
-    def _process_group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _process_group(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         if len(members) == 1:
             return None
         if members == tuple(range(self.mesh.world_size)):
@@ -100,7 +101,11 @@ class Layout:
             return None
         # Only members take part, or every rank would wait for every other once per group of the world. The groups of
         # one axis are disjoint and axes are made in one order, so no two groups wait for each other in a circle.
-        return dist.new_group(list(members), timeout=self.timeout, use_local_synchronization=True)
+        # Axes of equal members (dp, and dp with cp at cp 1) share a group; that of messages between stages is its own.
+        key = (name == "pp", members)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(members), timeout=self.timeout, use_local_synchronization=True)
+        return self._groups[key]
 
 
 def build_layout(

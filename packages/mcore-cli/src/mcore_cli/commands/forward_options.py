@@ -40,6 +40,10 @@ ONE_RANK = {
     **one_stage(),
     "tensor_model_parallel_size": 1,
     "sequence_parallel": False,
+    "use_distributed_optimizer": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
     "use_tp_pp_dp_mapping": False,
     "nproc_per_node": None,
 }

@@ -17,6 +17,7 @@ from mcore_cli.rules.pipeline import pipeline_rules
 from mcore_cli.rules.schedule import SCHEDULE_RULES
 from mcore_data.datasets import check_data
 from mcore_models.rules import violations as model_violations
+from mcore_parallel.optim.lr_schedule import build_schedule
 from mcore_parallel.plugins import PluginManager
 
 Purpose = Literal["train", "verify", "eval", "generate"]
@@ -43,9 +44,28 @@ def find_problems(config: RunConfig, world_size: int, manager: PluginManager, pu
         # The model's own rules have the last word; those above say the same with the nearest legal values.
         tp = config.parallel.tensor_model_parallel_size
         problems += model_violations(config.model, tp=tp, seq_length=config.data.seq_length)
+    if not problems and purpose == "train":
+        problems += _schedule_problems(context)
     if purpose in ("train", "eval"):
         problems += _data_problems(config, manager, purpose)
     return problems
+
+
+def _schedule_problems(context: Context) -> list[str]:
+    """What the learning-rate schedule itself refuses; the rules above say most of it with the nearest legal values."""
+    train, step = context.config.train, context.samples_per_micro_step
+    if step is None:
+        return []
+    try:
+        build_schedule(
+            context.config.optimizer,
+            train_iters=train.train_iters,
+            train_samples=train.train_samples,
+            global_batch_size=train.global_batch_size or step,
+        )
+    except ValueError as error:
+        return [f"[lr-schedule] {error}"]
+    return []
 
 
 def _rules(manager: PluginManager, purpose: Purpose) -> tuple[Rule, ...]:

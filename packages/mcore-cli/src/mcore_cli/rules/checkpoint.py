@@ -33,13 +33,13 @@ SHAPE_FIELDS = (
 FLAG_OF = {"num_kv_heads": "num_query_groups", "head_size": "kv_channels", "ffn_size": "ffn_hidden_size"}
 
 
-def choices_agree(context: Context) -> Violation | None:
+def choices_agree(locate: Locate, context: Context) -> Violation | None:
     """Starting afresh, resuming the newest and loading a named place exclude each other."""
     checkpoint = context.config.checkpoint
     wanted = {
         f"--load {checkpoint.load}": checkpoint.load is not None,
         "--auto-resume": checkpoint.auto_resume,
-        "--overwrite": checkpoint.overwrite and (checkpoint.auto_resume or checkpoint.load == checkpoint.save),
+        "--overwrite": checkpoint.overwrite and (checkpoint.auto_resume or _loads_from_save(locate, context)),
     }
     given = [name for name, is_given in wanted.items() if is_given]
     if len(given) < 2:
@@ -50,6 +50,18 @@ def choices_agree(context: Context) -> Violation | None:
         "one loads a named place, one the newest checkpoint in --save, one removes what is in --save",
         "keep one of them",
     )
+
+
+def _loads_from_save(locate: Locate, context: Context) -> bool:
+    """Whether what ``--load`` names is the folder of ``--save``, or inside it."""
+    load, save = context.config.checkpoint.load, context.config.checkpoint.save
+    if load is None or save is None:
+        return False
+    try:
+        source, target = locate(load).resolve(), locate(save).resolve()
+    except (ValueError, OSError):
+        return False  # told by the rules of each
+    return source.is_relative_to(target)
 
 
 def schedule_source(context: Context) -> Violation | None:
@@ -167,7 +179,7 @@ def checkpoint_rules(manager: PluginManager) -> tuple[Rule, ...]:
     """The rules, with the stores that are registered."""
     locate = partial(checkpoint_root, stores=store_registry(manager))
     return (
-        Rule("resume-choice", choices_agree),
+        Rule("resume-choice", partial(choices_agree, locate)),
         Rule("schedule-source", schedule_source),
         Rule("save-in-use", partial(save_is_free, locate)),
         Rule("load", partial(load_is_there, locate)),

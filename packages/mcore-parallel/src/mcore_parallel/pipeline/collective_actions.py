@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mcore_parallel.pipeline.actions import COMMUNICATION_KINDS, Action, Kind, Plan, Step
+from mcore_parallel.pipeline.actions import COMMUNICATION_KINDS, Action, Kind, Plan, RankPlan, Step
 
 
 def with_collectives(plan: Plan) -> Plan:
@@ -16,6 +16,13 @@ def with_collectives(plan: Plan) -> Plan:
     """
     assert plan.backward, "only training reduces gradients"
     return replace(plan, steps=tuple(_with_collectives(steps) for steps in plan.steps))
+
+
+def rank_with_collectives(plan: Plan, rank: int) -> RankPlan:
+    """What :func:`with_collectives` makes of one rank's part alone: other ranks' steps are not even decoded."""
+    assert plan.backward, "only training reduces gradients"
+    own = plan.for_rank(rank)
+    return replace(own, steps=_with_collectives(own.steps))
 
 
 def _with_collectives(steps: tuple[Step, ...]) -> tuple[Step, ...]:
