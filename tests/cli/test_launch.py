@@ -135,7 +135,7 @@ def test_call_returns_an_exit_code() -> None:
 def test_a_failing_rank_notes_why(target, code, text, has_trace, records, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit) as stop:
-        run_recorded(f"{HERE}:{target}", (), str(records.folder))
+        run_recorded(f"{HERE}:{target}", (), str(records.folder), os.getpid())
     noted = records.errors()
     assert stop.value.code == code
     assert [(e.rank, e.exit_code, e.text, e.is_aftermath) for e in noted] == [(3, code, text, False)]
@@ -147,7 +147,7 @@ def test_a_rank_that_lost_its_peer_lets_it_go_first(records, monkeypatch) -> Non
     monkeypatch.setattr(time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
-        run_recorded(f"{HERE}:lose_a_peer", (), str(records.folder))
+        run_recorded(f"{HERE}:lose_a_peer", (), str(records.folder), os.getpid())
     assert records.errors()[0].is_aftermath
     assert waited
     assert waited[0] > 1
@@ -155,7 +155,7 @@ def test_a_rank_that_lost_its_peer_lets_it_go_first(records, monkeypatch) -> Non
 
 def test_a_rank_that_ends_well_is_not_counted(records, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    run_recorded("builtins:str", (), str(records.folder))
+    run_recorded("builtins:str", (), str(records.folder), os.getpid())
     assert (records.pids(), records.errors(), records.dead()) == ({}, [], [])
 
 

@@ -125,3 +125,43 @@ def test_under_a_launcher_only_the_first_rank_tells(mcore, monkeypatch) -> None:
         assert outcome.code == 2
         assert ("[world-size] 2 ranks" in outcome.err) == told
         assert bool(waited) != told
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--hidden-size", "99999999999999999999"), ("--hidden-size", "at most")),
+        (("--nproc-per-node", "100000"), ("--nproc-per-node", "1024")),
+        (("--seed", "99999999999999999999999"), ("--seed", "at most")),
+        (("--save", ""), ("--save", "at least 1 character")),
+        (("--split", "nan,1,1", "--dataset", "stdlib"), ("--split", "969,30,1")),
+        (("--split", "-1,1,1", "--dataset", "stdlib"), ("--split", "969,30,1")),
+    ],
+)
+def test_absurd_values_are_told_at_once(mcore, flags, words):
+    outcome = mcore("train", "quickstart", *flags)
+    assert outcome.code == 2
+    assert all(word in outcome.err for word in words)
+    assert "Traceback" not in outcome.err
+
+
+def test_a_save_folder_that_cannot_be_made(mcore, tmp_path):
+    (tmp_path / "file").write_text("")
+    outcome = mcore("train", "quickstart", "--save", str(tmp_path / "file" / "x"))
+    assert outcome.code == 2
+    assert f"{tmp_path}/file is no folder" in outcome.err
+
+
+def test_verify_refuses_what_has_no_say(mcore):
+    outcome = mcore("verify", "quickstart", "--load", "nope", "--eval-iters", "5")
+    assert outcome.code == 2
+    assert "--eval-iters, --load: mcore verify takes one step from fresh weights" in outcome.err
+
+
+@pytest.mark.parametrize(("rank", "world"), [("5", "2"), ("-1", "2")])
+def test_a_rank_outside_its_world(mcore, monkeypatch, rank, world):
+    for name, value in {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    outcome = mcore("train", "quickstart")
+    assert outcome.code == 2
+    assert f"rank {rank} of {world}" in outcome.err

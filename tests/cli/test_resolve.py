@@ -119,10 +119,10 @@ def values(flag: Flag) -> st.SearchStrategy[Any]:
         return st.lists(WORDS | ODD_WORDS, max_size=4)
     if flag.choices:
         return st.sampled_from(flag.choices)
+    bounds = {type(item).__name__: item for item in info.metadata}
     if flag.metavar == "INTEGER":
-        return st.integers(1, 2**40)
+        return st.integers(1, getattr(bounds.get("Le"), "le", 2**20))
     if flag.metavar == "NUMBER":
-        bounds = {type(item).__name__: item for item in info.metadata}
         low = getattr(bounds.get("Ge"), "ge", 1e-12)
         return st.floats(low, 0.99 if "Lt" in bounds or "Le" in bounds else 1e12, allow_nan=False)
     return WORDS | ODD_WORDS

@@ -10,8 +10,10 @@ from mcore_parallel.config import Section
 class CheckpointConfig(Section):
     """Saving, resuming and what to load."""
 
-    save: str | None = Field(None, description="Folder (or store URL) for checkpoints; default runs/NAME.")
-    load: str | None = Field(None, description="Folder to resume from; loading nothing is an error.")
+    save: str | None = Field(
+        None, min_length=1, description="Folder (or store URL) for checkpoints; default runs/NAME."
+    )
+    load: str | None = Field(None, min_length=1, description="Folder to resume from; loading nothing is an error.")
     save_interval: int | None = Field(None, ge=1, description="Iterations between checkpoints; default: at the end.")
     ckpt_step: int | None = Field(None, ge=0, description="Load this iteration instead of the newest.")
     auto_resume: bool = Field(

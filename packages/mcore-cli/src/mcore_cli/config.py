@@ -36,7 +36,10 @@ class TrainConfig(Section):
     exit_duration_in_mins: float | None = Field(None, gt=0, description="Save and leave after this many minutes.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute; auto: CUDA if there.")
     nproc_per_node: int | None = Field(
-        None, ge=1, description="Start this many local ranks; default one, or those that torchrun or SLURM started."
+        None,
+        ge=1,
+        le=1024,
+        description="Start this many local ranks; default one, or those that torchrun or SLURM started.",
     )
 
 

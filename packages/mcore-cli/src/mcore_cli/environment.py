@@ -55,6 +55,11 @@ def detect(variables: Mapping[str, str], nproc_per_node: int | None = None) -> E
         found = _slurm(variables)
     else:
         return Environment()
+    if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < found.local_world_size:
+        raise UserError(
+            f"{found.launcher} says rank {found.rank} of {found.world_size} and local rank {found.local_rank} of "
+            f"{found.local_world_size}: ranks count from 0; start the command through torchrun or srun again"
+        )
     if nproc_per_node is not None and nproc_per_node != found.local_world_size:
         raise UserError(
             f"--nproc-per-node {nproc_per_node}: {found.launcher} already started {found.local_world_size} ranks "

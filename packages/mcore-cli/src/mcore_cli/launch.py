@@ -109,7 +109,13 @@ def _prepare_server(arguments: tuple[Any, ...]) -> None:
 
     targets = [argument.partition(":")[0] for argument in arguments if isinstance(argument, str) and ":" in argument]
     multiprocessing.set_forkserver_preload(["torch.distributed", *targets])
-    forkserver.ensure_running()
+    # The server inherits this: a signal to the whole process group is for the ranks, and they need their parent.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run_elastic(target: str, arguments: tuple[Any, ...], nproc: int, records: RankRecords) -> Report | None:
@@ -137,7 +143,7 @@ def _run_elastic(target: str, arguments: tuple[Any, ...], nproc: int, records: R
         shutdown_timeout=int(GRACE_SECONDS),
     )
     try:
-        elastic_launch(config, run_recorded)(target, arguments, str(records.folder))
+        elastic_launch(config, run_recorded)(target, arguments, str(records.folder), os.getpid())
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return records.report(rank, failure.exitcode)

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -160,9 +161,12 @@ def call(target: str, arguments: tuple[Any, ...]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def run_recorded(target: str, arguments: tuple[Any, ...], folder: str) -> None:
-    """A local rank: call ``target``, and leave the reason behind if it fails."""
+def run_recorded(target: str, arguments: tuple[Any, ...], folder: str, launcher: int) -> None:
+    """A local rank: call ``target``, and leave the reason behind if it fails. Ends with process ``launcher``."""
     rank = int(os.environ["RANK"])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(launcher,), name="mcore-launcher-watch", daemon=True).start()
     records = RankRecords(Path(folder))
     records.start(rank)
     try:
@@ -178,6 +182,14 @@ def run_recorded(target: str, arguments: tuple[Any, ...], folder: str) -> None:
         records.fail(RankError(rank, time.time(), f"it left with exit code {code}", "", code, is_aftermath=False))
     sys.stdout.flush()
     sys.exit(code)
+
+
+def _end_with(launcher: int) -> None:
+    """End this process within seconds of ``launcher``: nobody watches it any more, and a requeued run may come."""
+    pause = threading.Event()
+    while is_running(launcher):
+        pause.wait(1.0)
+    os._exit(1)
 
 
 def _note(records: RankRecords, rank: int, error: BaseException) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_SIGNAL = 1.0
 
 
 @dataclass
@@ -19,6 +20,7 @@ class StopRequest:
     duration_minutes: float | None = None
     reason: str | None = None
     began: float = field(default_factory=time.monotonic)
+    asked: float = 0.0
 
     def wanted(self) -> bool:
         """Whether to stop now: a signal came, or the time is up."""
@@ -32,8 +34,10 @@ class StopRequest:
         """Turn SIGTERM and SIGINT into a wish to stop; a second SIGINT interrupts at once."""
 
         def handle(number: int, _frame: FrameType | None) -> None:
-            if number == signal.SIGINT and self.reason is not None:
+            # A terminal's interrupt comes twice at once: to the whole process group, and passed on by the launcher.
+            if number == signal.SIGINT and self.reason is not None and time.monotonic() - self.asked > SAME_SIGNAL:
                 raise KeyboardInterrupt
+            self.asked = time.monotonic()
             self.reason = self.reason or f"{signal.Signals(number).name} received"
 
         previous = {number: signal.signal(number, handle) for number in SIGNALS}

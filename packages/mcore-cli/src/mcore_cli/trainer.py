@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt.errors import SaveFailed
 from mcore_ckpt.find import find_latest, open_checkpoint, step_folders
 from mcore_ckpt.manifest import CheckpointInfo
 from mcore_cli.build import (
@@ -156,13 +157,16 @@ class Trainer:
     def save(self) -> SaveResult:
         """Commit a checkpoint of the current iteration; collective."""
         began = time.perf_counter()
-        path = save_run(
-            self.parts,
-            self.folder,
-            position=self.position,
-            schedule=self.schedule,
-            data=data_identity(self.config, self.data),
-        )
+        try:
+            path = save_run(
+                self.parts,
+                self.folder,
+                position=self.position,
+                schedule=self.schedule,
+                data=data_identity(self.config, self.data),
+            )
+        except SaveFailed as error:
+            raise RunFailed(str(error)) from error
         self.saved_iteration = self.position.iteration
         return SaveResult(self.position.iteration, path, time.perf_counter() - began)
 
@@ -187,7 +191,7 @@ def data_identity(config: RunConfig, data: Data) -> dict[str, Any]:
 def run(config: RunConfig) -> None:
     """Train as ``config`` says, on this process's share of the world."""
     stop = StopRequest(config.train.exit_duration_in_mins)
-    with stop.on_signals(), join_world(config) as world:
+    with join_world(config) as world, stop.on_signals():
         manager = plugin_manager()
         trainer, notices = start(config, world, manager=manager, stop=stop)
         callbacks = _callbacks(trainer, world, manager)
@@ -293,6 +297,10 @@ def drive(trainer: Trainer, callbacks: Sequence[Callback]) -> str:
     """Run the steps, evaluate and save when due, and tell the callbacks; returns why the run ended."""
     train, every = trainer.config.train, trainer.config.checkpoint.save_interval
     reason = f"all {trainer.train_iters} iterations are done"
+    if trainer.position.iteration >= trainer.train_iters:
+        reason = (
+            f"nothing to do: iteration {trainer.position.iteration} is reached, --train-iters is {trainer.train_iters}"
+        )
     for result in trainer.steps():
         _tell(callbacks, "on_step", result)
         early = trainer.exit_reason()

@@ -17,10 +17,10 @@ def parse_split(split: str) -> list[float]:
         ValueError: no number, more than three, or all zero.
     """
     try:
-        weights = [float(text) for text in re.findall(r"[.0-9]+", split)]
+        weights = [float(text) for text in re.split(r"[,/\s]+", split.strip())]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or sum(weights) <= 0 or not math.isfinite(sum(weights)):
+    if not 1 <= len(weights) <= 3 or min(weights) < 0 or sum(weights) <= 0 or not math.isfinite(sum(weights)):
         raise ValueError(f"--split {split!r}: give one to three numbers, not all zero, such as 969,30,1")
     weights += [0.0] * (3 - len(weights))
     total = sum(weights)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+
+
+LARGEST = 2**40
 
 
 class Section(BaseModel):
     """Base of every configuration section: frozen, keyword-only, unknown keys refused, finite numbers only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    @field_validator("*")
+    @classmethod
+    def _no_absurd_number(cls, value: Any) -> Any:
+        # Sizes beyond any machine would only be found out by arithmetic that never ends.
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > LARGEST:
+            raise ValueError(f"must be at most {LARGEST}")
+        return value
 
 
 class ParallelConfig(Section):
@@ -43,7 +54,10 @@ class ParallelConfig(Section):
         None, description="Pipeline schedule from a CSV or YAML file of every rank's actions, instead of a name."
     )
     num_virtual_stages_per_pipeline_rank: int | None = Field(
-        None, ge=1, description="Model chunks of each pipeline rank (vpp); default as few as the schedule takes."
+        None,
+        ge=1,
+        le=1024,
+        description="Model chunks of each pipeline rank (vpp); default what the schedule needs.",
     )
     num_layers_per_virtual_pipeline_stage: int | None = Field(
         None, ge=1, description="Layers of one model chunk: the same choice in other words, from which vpp follows."

@@ -17,6 +17,7 @@ from mcore_cli.main import manager_of
 from mcore_cli.options import given_flags
 from mcore_cli.pipeline import one_stage
 from mcore_cli.resolve import complete, override, run_tree
+from mcore_parallel.config import OptimizerConfig
 
 # What a layout for forward passes has a say in. Everything else is the model's, and comes from the checkpoint.
 LAYOUT_FIELDS = (
@@ -41,6 +42,7 @@ ONE_RANK = {
     "tensor_model_parallel_size": 1,
     "sequence_parallel": False,
     "use_distributed_optimizer": False,
+    "optimizer": OptimizerConfig().optimizer,
     "recompute_granularity": None,
     "recompute_method": None,
     "recompute_num_layers": None,

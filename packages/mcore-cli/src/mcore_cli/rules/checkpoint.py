@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from mcore_ckpt.find import list_checkpoints, open_checkpoint
 from mcore_ckpt.manifest import CheckpointInfo
 from mcore_ckpt.stores import checkpoint_root, store_registry
 from mcore_cli.rules.engine import Context, Rule, Violation
+from mcore_parallel.optim.lr_schedule import ScheduleState, build_schedule, reconcile
 from mcore_parallel.plugins import PluginManager
 
 Locate = Callable[[str], Path]
@@ -86,14 +88,43 @@ def save_is_free(locate: Locate, context: Context) -> Violation | None:
         found = list_checkpoints(locate(checkpoint.save))
     except (ValueError, OSError) as error:
         return Violation("save", f"--save {checkpoint.save}", str(error), "give another folder")
-    if not found or checkpoint.load is not None or checkpoint.auto_resume or checkpoint.overwrite:
+    if not found:
+        return _writable(locate(checkpoint.save), checkpoint.save)
+    if checkpoint.auto_resume or checkpoint.overwrite or _continues(locate, context, found[-1].step):
         return None
+    if checkpoint.load is not None:
+        return Violation(
+            "save-in-use",
+            f"--save {checkpoint.save} with --load {checkpoint.load}",
+            f"it holds checkpoints up to iteration {found[-1].step}, which this run does not continue: the next "
+            "--auto-resume would take the wrong ones",
+            "give another --save",
+        )
     return Violation(
         "save-in-use",
         f"--save {checkpoint.save}",
         f"it holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} (newest: iteration {found[-1].step})",
         f"resume with --load {checkpoint.save} or --auto-resume, start over with --overwrite, or give another --save",
     )
+
+
+def _continues(locate: Locate, context: Context, newest: int) -> bool:
+    """Whether the run goes on from the newest checkpoint in its own folder."""
+    info = _found(locate, context)
+    if info is None:
+        # A --load that names nothing is told by its own rule.
+        return context.config.checkpoint.load is not None
+    fresh = context.config.checkpoint.finetune
+    return not fresh and info.step == newest and _loads_from_save(locate, context)
+
+
+def _writable(folder: Path, given: str) -> Violation | None:
+    """The folder, or the nearest above it that exists, takes new files."""
+    exists = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    if exists.is_dir() and os.access(exists, os.W_OK):
+        return None
+    reason = f"{exists} cannot be written to" if exists.is_dir() else f"{exists} is no folder"
+    return Violation("save", f"--save {given}", reason, "give a folder that can be written to")
 
 
 def load_is_there(locate: Locate, context: Context) -> Violation | None:
@@ -122,13 +153,75 @@ def optimizer_is_there(locate: Locate, context: Context) -> Violation | None:
     if info is None or checkpoint.finetune or checkpoint.no_load_optim:
         return None
     if info.state.get("optimizer", {}).get("saved", True):
-        return None
+        return _optimizers_agree(info, context)
     return Violation(
         "load-optimizer",
         f"--load {checkpoint.load}",
         f"the checkpoint of iteration {info.step} was saved with --no-save-optim",
         "add --no-load-optim, or --finetune to start at iteration 0",
     )
+
+
+def _optimizers_agree(info: CheckpointInfo, context: Context) -> Violation | None:
+    """Optimizer state is that of one optimizer, with master weights for 16-bit models only."""
+    config = context.config
+    try:
+        saved = info.state["config"]["optimizer"]["optimizer"], info.state["config"]["model"]["bf16"]
+    except KeyError:
+        return None  # written by something else than a run
+    now = config.optimizer.optimizer, config.model.bf16
+    if saved == now:
+        return None
+    words = [f"--optimizer {name}{' --bf16' if half else ' without --bf16'}" for name, half in (now, saved)]
+    return Violation(
+        "load-optimizer",
+        words[0],
+        f"the optimizer state in {info.path} is of {words[1]}",
+        "add --no-load-optim to start the state anew, --finetune to start at iteration 0, or keep both",
+    )
+
+
+def seed_agrees(locate: Locate, context: Context) -> Violation | None:
+    """Dropout and sample order go on as they began, unless the seed is changed on purpose."""
+    info, checkpoint = _found(locate, context), context.config.checkpoint
+    if info is None or checkpoint.finetune or checkpoint.no_load_rng:
+        return None
+    saved = info.state.get("seed")
+    if saved is None or saved == context.config.train.seed:
+        return None
+    return Violation(
+        "resume-seed",
+        f"--seed {context.config.train.seed}",
+        f"the checkpoint {info.path} has {saved}: dropout and sample order would change",
+        f"give --seed {saved}, or --no-load-rng to go on with the new one",
+    )
+
+
+def schedule_agrees(locate: Locate, context: Context) -> Violation | None:
+    """The learning-rate schedule goes on as it began, unless it is changed on purpose."""
+    info, config, step = _found(locate, context), context.config, context.samples_per_micro_step
+    if info is None or config.checkpoint.finetune or step is None or "schedule" not in info.state:
+        return None
+    try:
+        now = build_schedule(
+            config.optimizer,
+            train_iters=config.train.train_iters,
+            train_samples=config.train.train_samples,
+            global_batch_size=config.train.global_batch_size or step,
+        )
+    except ValueError:
+        return None  # told by the rules of schedules
+    options = config.optimizer
+    try:
+        reconcile(
+            now,
+            ScheduleState.from_dict(info.state["schedule"]),
+            override=options.override_opt_param_scheduler,
+            use_checkpoint=options.use_checkpoint_opt_param_scheduler,
+        )
+    except ValueError as error:
+        return Violation("resume-schedule", f"--load {config.checkpoint.load}", str(error), "or use its values")
+    return None
 
 
 def shapes_agree(locate: Locate, context: Context) -> Violation | None:
@@ -184,5 +277,7 @@ def checkpoint_rules(manager: PluginManager) -> tuple[Rule, ...]:
         Rule("save-in-use", partial(save_is_free, locate)),
         Rule("load", partial(load_is_there, locate)),
         Rule("load-optimizer", partial(optimizer_is_there, locate)),
+        Rule("resume-seed", partial(seed_agrees, locate)),
+        Rule("resume-schedule", partial(schedule_agrees, locate)),
         Rule("load-shape", partial(shapes_agree, locate)),
     )

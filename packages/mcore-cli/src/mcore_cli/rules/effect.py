@@ -107,9 +107,9 @@ DEPENDENTS = (
     Dependent(
         "optimizer",
         ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
-        _resumes,
+        lambda c: _resumes(c) and not c.checkpoint.finetune,
         "it says what to do on resume, and nothing is resumed",
-        "give --load or --auto-resume",
+        "give --load or --auto-resume, without --finetune",
     ),
     Dependent(
         "checkpoint",

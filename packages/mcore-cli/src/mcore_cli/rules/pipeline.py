@@ -13,6 +13,7 @@ from mcore_cli.pipeline import (
     PER_CHUNK,
     PP,
     TABLE,
+    TABLE_FILE,
     PipelineShape,
     Schedules,
     pipeline_shape,
@@ -248,7 +249,14 @@ def _judge(rule: ShapeRule, schedules: Schedules, context: Context) -> Violation
         return None  # told by flags_agree
     if shape is None or (rule is not schedule_takes_chunks and not _in_range(shape)):
         return None  # told by the rules of names, or by schedule_takes_chunks: there is no such pipeline to judge
-    return rule(context, shape)
+    try:
+        return rule(context, shape)
+    except PlacementError:
+        raise
+    except ValueError as error:  # a schedule table for other sizes says so when it is asked for its flow
+        table = context.config.parallel.pipeline_schedule_table
+        values = f"{SCHEDULE} {shape.spec.name}" if table is None else f"{TABLE_FILE} {table}"
+        return Violation("pipeline-schedule", values, str(error), "use sizes that it is made for")
 
 
 def pipeline_rules(manager: PluginManager, *, backward: bool = True) -> tuple[Rule, ...]:

@@ -33,7 +33,8 @@ def plan(
     """
     if num_chunks == 1:
         return one_f_one_b.plan(num_ranks, num_micro_batches)
-    group = num_ranks if group_size is None else group_size
+    # A group beyond the micro-batches there are is planned as one of them all.
+    group = num_ranks if group_size is None else min(group_size, max(num_ranks, num_micro_batches))
     starts = range(0, num_micro_batches, group)
     chunks = range(num_chunks)
     forwards = [Action(Kind.FORWARD, s + i, c) for s in starts for c in chunks for i in range(group)]
