@@ -8,6 +8,7 @@ unreduced shards).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -239,8 +240,14 @@ def _hook(buffer: GradBuffer, mark: Callable[[_Uses], None]) -> list[_Uses]:
 
 
 def _attach(parameter: nn.Parameter, use: _Uses, mark: Callable[[_Uses], None]) -> None:
+    # A hook lives in the tensor, where Python's collector does not look: strong references from it to the buffers
+    # (which hold the tensor) would keep parameters, buffers and process groups for good.
+    weak_use, weak_mark = weakref.ref(use), weakref.WeakMethod(mark)
+
     def ready() -> None:
-        mark(use)
+        known, note = weak_use(), weak_mark()
+        if known is not None and note is not None:
+            note(known)
 
     def collect(tensor: Tensor) -> None:
         # Also runs when the layer added to main_grad itself and gave autograd None.
@@ -249,7 +256,7 @@ def _attach(parameter: nn.Parameter, use: _Uses, mark: Callable[[_Uses], None]) 
         with torch.no_grad():
             tensor.main_grad.add_(tensor.grad)  # type: ignore[attr-defined]
         tensor.grad = None
-        mark(use)
+        ready()
 
     parameter.grad_ready = ready  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(collect)
