@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt.attempts import remove_all
 from mcore_ckpt.errors import SaveFailed
-from mcore_ckpt.find import find_latest, open_checkpoint, step_folders
+from mcore_ckpt.find import find_latest, open_checkpoint
 from mcore_ckpt.manifest import CheckpointInfo
 from mcore_cli.build import (
     Data,
@@ -231,10 +231,8 @@ def start(config: RunConfig, world: World, *, manager: PluginManager, stop: Stop
 
 def clear_folder(folder: Path) -> None:
     """Remove the checkpoints and the metrics of an earlier run, and nothing else."""
-    for _, _, path in step_folders(folder):
-        shutil.rmtree(path)
-    for name in ("latest", "metrics.jsonl"):
-        (folder / name).unlink(missing_ok=True)
+    remove_all(folder)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def _resume(trainer: Trainer, info: CheckpointInfo | None) -> list[str]:

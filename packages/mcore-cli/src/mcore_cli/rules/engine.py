@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mcore_cli.config import RunConfig
-from mcore_cli.errors import UserError
 from mcore_cli.resolve import model_parallel_size
 
 
@@ -64,17 +63,6 @@ def violations(context: Context, rules: Iterable[Rule]) -> list[Violation]:
     """Every violation of ``rules``, in their order."""
     found = (rule.check(context) for rule in rules)
     return [violation for violation in found if violation is not None]
-
-
-def enforce(context: Context, rules: Iterable[Rule]) -> None:
-    """Check ``rules``.
-
-    Raises:
-        UserError: some are violated; it holds all of them.
-    """
-    found = violations(context, rules)
-    if found:
-        raise UserError(*(str(violation) for violation in found))
 
 
 def divisors(number: int) -> list[int]:
